@@ -1,9 +1,10 @@
-"""Reading files that a user names: regular files only, of limited size."""
+"""Reading files that a user names: regular files only, of limited size; and the directory of what may be found again."""
 
 from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
@@ -11,6 +12,11 @@ from ridgeline.configs.errors import UserError
 
 MAX_DOCUMENT_BYTES = 256 << 20
 """Largest JSON document that is read."""
+
+
+def cache_directory(env: Mapping[str, str] = os.environ) -> Path:
+    """Return the directory of what is kept between runs and may be deleted: $RIDGE_CACHE, or `ridgeline` in the user's cache directory."""
+    return Path(env.get("RIDGE_CACHE") or os.path.join(env.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "ridgeline"))
 
 
 def open_regular(path: Path) -> IO[bytes]:

@@ -55,6 +55,21 @@ NAMES: dict[str, str] = {
 """Values of a block that compute.remat.names can list (tagged with `jax.ad_checkpoint.checkpoint_name`) -> what they are."""
 
 
+def offloads_inputs(policy: str, names: Sequence[str]) -> bool:
+    """Return whether a policy keeps the inputs of blocks in host memory."""
+    return policy == "offload" and "block_input" in names
+
+
+def zeroes_embedding_early(policy: str, names: Sequence[str], context: int, *, experts: bool) -> bool:
+    """Return whether the zeros of the embedding's gradient may be written before the backward pass of the layers.
+
+    Elsewhere that gradient begins after the layers, which saves the size of the table. With rows sharded over `context` devices and inputs
+    from host memory XLA then delays the last layer's weight gradients until its ring is done, which takes up to 19 % more memory (Llama 3.2
+    3B, rows of 262,144 and 524,288 tokens); not so with experts.
+    """
+    return context > 1 and offloads_inputs(policy, names) and not experts
+
+
 def policy_help() -> str:
     """Return one sentence on what each policy keeps."""
     listed = "; ".join(f"{name}: {policy.kept(['the values in `names`'])}" for name, policy in POLICIES.items())

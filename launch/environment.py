@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Literal
 
 from ridgeline.configs.errors import UserError
+from ridgeline.configs.files import cache_directory
 from ridgeline.configs.mesh import resolve_sizes
 from ridgeline.configs.schema import Config
 from ridgeline.launch.cluster import Cluster, slurm
@@ -330,10 +331,9 @@ def _supported_file(flags: Sequence[str], env: Mapping[str, str]) -> Path | None
     jaxlib = importlib.util.find_spec("jaxlib")
     if jaxlib is None or jaxlib.origin is None or not all(flag.startswith("--") for flag in flags):
         return None
-    root = env.get("RIDGE_CACHE") or os.path.join(env.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "ridgeline")
     installed = os.stat(jaxlib.origin)
     key = [importlib.metadata.version("jaxlib"), jaxlib.origin, str(installed.st_ino), str(installed.st_mtime_ns), *flags]
-    return Path(root) / "xla_flags" / hashlib.sha256("\0".join(key).encode(errors="surrogateescape")).hexdigest()[:32]
+    return cache_directory(env) / "xla_flags" / hashlib.sha256("\0".join(key).encode(errors="surrogateescape")).hexdigest()[:32]
 
 
 def _flag(setting: Setting) -> str:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from ridgeline.configs import files
 from ridgeline.configs.errors import UserError
 
 CHUNK_BYTES = 8 << 20
@@ -69,8 +69,7 @@ def is_url(text: str) -> bool:
 
 def cache_directory() -> Path:
     """Return the directory of copies: `inputs` in $RIDGE_CACHE (default: `ridgeline` in the user's cache directory)."""
-    root = os.environ.get("RIDGE_CACHE") or os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "ridgeline")
-    return Path(root) / "inputs"
+    return files.cache_directory() / "inputs"
 
 
 def list_remote(url: str) -> tuple[bool, list[RemoteFile]]:

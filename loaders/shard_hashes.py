@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ridgeline.configs.errors import UserError
-from ridgeline.configs.files import read_limited
+from ridgeline.configs.files import cache_directory, read_limited
 from ridgeline.loaders.token_reader import StoredFile, verify_shard
 
 THREADS = 8
@@ -78,9 +78,8 @@ def _seen(directory: Path, info: StoredFile) -> Seen | None:
 
 
 def _cache_file(directory: Path) -> Path:
-    root = os.environ.get("RIDGE_CACHE") or os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "ridgeline")
     name = hashlib.sha256(os.path.realpath(directory).encode(errors="surrogateescape")).hexdigest()
-    return Path(root) / "shards" / f"{name[:32]}.jsonl"
+    return cache_directory() / "shards" / f"{name[:32]}.jsonl"
 
 
 def _read(cache: Path) -> set[Seen]:

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.model_schema import ModelConfig
-from ridgeline.configs.schema import ComputeConfig, PrecisionConfig, RematConfig
+from ridgeline.configs.remat import zeroes_embedding_early
+from ridgeline.configs.schema import ComputeConfig, PrecisionConfig
 from ridgeline.configs.tuning_schema import LoraConfig
 from ridgeline.models.attention.dispatch import SelfAttention
 from ridgeline.models.matmul import CollectiveMatmul, Matmul, platform_of
@@ -80,15 +81,6 @@ class Execution:
         return self.remat.wrap_attention(lambda q, k, v, sinks: attention(q, k, v, segment_ids_BT, sinks))(q_BTNH, k_BTKH, v_BTKH, sinks_N)
 
 
-def _zeroes_table_early(model: ModelConfig, remat: RematConfig, context: int) -> bool:
-    """Return whether the embedding's gradient may begin before the layers end.
-
-    With rows sharded over context and inputs from host memory, XLA else delays the last layer's weight gradients until its ring is done,
-    which takes up to 19 % more memory (Llama 3.2 3B, rows of 262,144 and 524,288 tokens); not so with experts.
-    """
-    return context > 1 and remat.offloads and "block_input" in remat.names and model.moe is None
-
-
 def parallelize(
     model: ModelConfig, compute: ComputeConfig, precision: PrecisionConfig, partitioner: Partitioner, lora: LoraConfig | None = None
 ) -> Execution:
@@ -122,7 +114,9 @@ def parallelize(
         float8=precision.eight_bit,
         block_format=precision.block_scaled,
         save_gathered=remat.recomputes_blocks,
-        late_table_gradient=not _zeroes_table_early(model, compute.remat, partitioner.mesh.shape["context"]),
+        zeroes_embedding_early=zeroes_embedding_early(
+            compute.remat.policy, compute.remat.names, partitioner.mesh.shape["context"], experts=model.moe is not None
+        ),
         frozen=frozen,
     )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ridgeline.configs import remat as remat_table
 from ridgeline.configs.remat import POLICIES
 from ridgeline.planner.local import LocalSizes
 
@@ -155,7 +156,7 @@ def offloaded_bytes(local: LocalSizes) -> int:
 def offloads_inputs(local: LocalSizes) -> bool:
     """Return whether the inputs of the blocks are kept in host memory."""
     remat = local.config.compute.remat
-    return remat.offloads and "block_input" in remat.names
+    return remat_table.offloads_inputs(remat.policy, remat.names)
 
 
 def _listed_bytes(local: LocalSizes) -> int:

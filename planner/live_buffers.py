@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from ridgeline.planner.activations import Component, offloads_inputs
+from ridgeline.configs.remat import zeroes_embedding_early
+from ridgeline.planner.activations import Component
 from ridgeline.planner.local import LocalSizes
 from ridgeline.planner.optimizer_state import expert_scales
 from ridgeline.planner.turn import Turn
@@ -159,9 +160,10 @@ class LiveBuffers:
         return DELAYED * ((2 if local.model.gated_mlp else 1) + 2) * local.hidden_bytes + wide
 
     def early_table(self) -> int:
-        """Return the bytes of the embedding's unsharded gradient where its zeros are written before the layers (models/parallelize.py)."""
+        """Return the bytes of the embedding's unsharded gradient where its zeros are written before the layers (configs/remat.py)."""
         local = self.local
-        early = local.context > 1 and offloads_inputs(local) and local.model.moe is None and not local.adapted
+        remat, experts = local.config.compute.remat, local.model.moe is not None
+        early = zeroes_embedding_early(remat.policy, remat.names, local.context, experts=experts) and not local.adapted
         return local.table * local.gradient_itemsize if early else 0
 
     def expert_rows_in_flight(self) -> int:

@@ -332,8 +332,7 @@ class StepMemory(LiveBuffers):
             at_mlp += gates  # nothing to gather: the next layer is recomputed early
         at_end = 5 if 1 in (local.tensor, local.rows) else STREAMS_IN_FLIGHT
         # 8-bit matmuls: the input of down for its weight gradient, and the gradient of a hidden activation in both layouts, one byte each
-        narrow = local.config.precision.eight_bit and local.config.precision.block_scaled is None
-        quantized = 3 * hidden // local.compute_itemsize if recomputes and narrow else 0
+        quantized = 3 * hidden // local.compute_itemsize if recomputes and local.config.precision.eight_bit else 0
         of_experts = self.expert_rows_in_flight() + self.turn.padded_gradients() + SLOTS_IN_FLIGHT * local.slot_bytes
         down = local.mlp_matrix * local.gradient_itemsize if self.reduced and self.combined and not local.adapted else 0
         if down and local.model.moe is not None:  # those of the other layers of the turn wait for its end
@@ -392,9 +391,8 @@ class StepMemory(LiveBuffers):
     def end_of_backward(self) -> Components:
         """Return what is live, with overlap, in the backward pass of the first layers, which comes last.
 
-        All gradients wait for their reductions. The gradients of the two layers that the loop is
-        unrolled by are live together when one reduction combines both, and those of the last two turns of several layers, where a turn's
-        are reduced in the next one.
+        All gradients wait for their reductions. The gradients of the two layers that the loop is unrolled by are live together when one
+        reduction combines both, and those of the last two turns of several layers, where a turn's are reduced in the next one.
         """
         local = self.local
         layer = self.turn.trained_weights * local.gradient_itemsize

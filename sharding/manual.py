@@ -100,11 +100,11 @@ def look_up_gradient(
     dtype: jnp.dtype,
     rows_axis: str = "vocab",
     *,
-    late: bool = True,
+    early: bool = False,
 ) -> jax.Array:
     """Return the gradient of a table of `rows` rows, summed in `dtype` and sharded as the table.
 
-    late: begin when dx is there. Else XLA may write the table's zeros, which need nothing, before the layers, and keep them.
+    It begins when dx is there; `early`: XLA may write the table's zeros, which need nothing, before the layers, and keep them.
     """
     vocab, cut, scattered = _layout(partitioner, rows_axis)
     tokens_spec = PartitionSpec(partitioner.rules.mesh_axes("batch"), cut)
@@ -117,7 +117,7 @@ def look_up_gradient(
         row, mine = _local_rows(vocab, rows // pieces, tokens)
         row = jnp.where(mine, row, rows // pieces)  # one past the end, so that it is dropped
         zero = jnp.zeros((), dtype)
-        if late:
+        if not early:
             dx, zero = jax.lax.optimization_barrier((dx, zero))
         grad = jnp.full((rows // pieces, dx.shape[-1]), zero).at[row].add(dx.astype(dtype), mode="drop")
         return reduce_gradient(partitioner, grad, table_axes, summed)

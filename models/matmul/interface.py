@@ -54,8 +54,8 @@ class Matmul:
     save_gathered: bool = False
     """The all-gathered parameter is a residual of the backward pass. For blocks that are rematerialized: recomputing the matmul gathers
     the parameter, and its gradients use the same copy. Otherwise the copies of all layers would be kept."""
-    late_table_gradient: bool = True
-    """The embedding's gradient begins after the layers (sharding/manual.py)."""
+    zeroes_embedding_early: bool = False
+    """The embedding's gradient may begin before the layers' backward pass ends (configs/remat.py)."""
     frozen: bool = False
     """Parameters have no gradient."""
 
@@ -315,8 +315,8 @@ def _look_up_forward(
 def _look_up_backward(matmul: Matmul, rows_axis: str, residuals: tuple[jax.Array, jax.Array], dx_BTD: jax.Array) -> tuple[jax.Array, None]:
     # Summed in the gradient dtype: in bfloat16 the gradient of a frequent token would stop growing after 256 additions.
     ids_BT, table_like = residuals
-    rows, dtype, late = table_like.shape[0], matmul.gradient_dtype, matmul.late_table_gradient
-    grad_VD = look_up_gradient(matmul.partitioner, rows, ids_BT, dx_BTD, dtype, rows_axis, late=late)
+    rows, dtype, early = table_like.shape[0], matmul.gradient_dtype, matmul.zeroes_embedding_early
+    grad_VD = look_up_gradient(matmul.partitioner, rows, ids_BT, dx_BTD, dtype, rows_axis, early=early)
     return grad_VD.astype(table_like.dtype), None
 
 

@@ -184,6 +184,25 @@ def test_steps_with_experts_take_what_is_planned_where_the_first_layers_of_the_b
         assert abs(relative_error(case | {"overlap": True, "combined": True})) < 0.03
 
 
+def test_gradients_of_experts_are_not_delayed_where_they_are_summed_over_context():
+    """Mixtral on 128 A100 (drawn, seed 72103): with that point 43 % more temporary memory is planned than compiled, without it 15 %."""
+    overrides = ["data.seq_len=32768", "model.max_seq_len=32768", "data.batch_size=128", "trainer.accumulation=4"]
+    overrides += ["compute.remat.policy=full", "data.document_masking=false", "precision.moments=bfloat16"]
+    overrides += ["compute.experts.exchange=gather", "compute.attention.context=ring"]
+    mesh = {"fsdp": 2, "context": 2, "tensor": 4, "expert": 8}
+    case = {"config": "models/mixtral-8x7b", "overrides": overrides, "mesh": mesh, "overlap": True, "combined": True}
+    assert 25_888_715_984 < estimated(case).temp_bytes < 1.25 * 25_888_715_984
+
+
+def test_a_ring_transposes_what_dots_keeps_of_latent_attention():
+    """DeepSeek V2 Lite on 128 H200 (drawn, seed 72102): without the copy of keys and values 8 % are missing."""
+    overrides = ["data.seq_len=2048", "model.max_seq_len=2048", "data.batch_size=1024", "trainer.accumulation=1"]
+    overrides += ["compute.remat.policy=dots", "precision.params=bfloat16", "precision.stochastic_rounding=true"]
+    overrides += ["precision.moments=bfloat16", "compute.loss_chunk=8192"]
+    case = {"config": "models/deepseek-v2-lite", "overrides": overrides, "mesh": {"fsdp": 64, "context": 2}}
+    assert 0.96 * 44_867_113_016 < estimated(case | {"overlap": True, "combined": True}).compiled_bytes < 44_867_113_016
+
+
 def test_experts_in_8_bits_transpose_what_they_saved():
     """Without the copy of one of the two stacks, 30 GB of 100 are missing, more than the margin."""
     (case,) = IN_8_BITS
@@ -193,7 +212,7 @@ def test_experts_in_8_bits_transpose_what_they_saved():
 
 def test_trained_experts_between_windows_take_what_is_planned():
     """gpt-oss, all but one 11 to 175 % off without the terms that are for it: gradients that are summed over context too are reduced within
-    their turn, exchanges write into zeros, biases' gradients are padded, and over tensor every row is multiplied with every expert."""
+    their turn, exchanges write into zeros, biases' gradients are padded, and over tensor the rows of two layers are live."""
     cases = [case for case in DRAWN if case["config"] == "models/gpt-oss-20b" and not any("lora" in item for item in case["overrides"])]
     assert len(cases) == 9
     for case in cases:
@@ -432,7 +451,7 @@ CLOSE = {
     ("models/qwen3-8b", "attention-only"): {START: 0.035},
     ("models/llama-3.1-70b", "names"): {START: 0.065, BACKWARD: 0.045, WHOLE: 0.065},
     ("models/gpt-oss-20b", "dots"): {START: 0.035, BACKWARD: 0.03},
-    ("models/gpt-oss-20b", "full"): {START: 0.012, BACKWARD: 0.045},
+    ("models/gpt-oss-20b", "full"): {START: 0.012, BACKWARD: 0.045, "optimizer": 0.1},
     ("models/gemma3-4b", "full"): {START: 0.075},
     ("models/gpt-oss-20b", "none"): {START: 0.03, BACKWARD: 0.035},
     ("models/mistral-nemo-12b", "names"): {START: 0.012, BACKWARD: 0.015},
@@ -442,7 +461,7 @@ CLOSE = {
     ("models/llama-3.1-8b", "full"): {START: 0.012, BACKWARD: 0.02},
     ("models/gemma3-4b", "names"): {START: 0.04, WHOLE: 0.075},
     ("models/olmo2-7b", "full"): {"loss": 0.035, START: 0.03, BACKWARD: 0.012},
-    ("models/deepseek-v3-671b", "offload"): {START: 0.025},
+    ("models/deepseek-v3-671b", "offload"): {START: 0.025, "optimizer": 0.02},
     ("models/deepseek-v2-lite", "none"): {"loss": 0.012, START: 0.012, BACKWARD: 0.045},
     ("models/qwen3-1.7b", "offload"): {"loss": 0.02, START: 0.035, BACKWARD: 0.035, "last layer of the backward pass": 0.035},
 }

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.model_schema import ModelConfig, MoEConfig
 from ridgeline.configs.schema import ComputeConfig, Config, DataConfig, MeshConfig, OptimizerConfig, PrecisionConfig
+from ridgeline.sharding.manual import look_up_gradient
 from ridgeline.sharding.mesh import abstract_mesh, build_mesh
 from ridgeline.sharding.partition import Partitioner, optimizer_state_shardings, param_axes, param_shardings, state_shardings
 from ridgeline.trainer.optimizers import build_optimizer
@@ -29,6 +30,20 @@ class Toy(nnx.Module):
     def __init__(self):
         self.value = nnx.Param(jnp.ones((8, 4)), axes=("embed", "mlp"))
         self.scale = nnx.Param(jnp.ones((8,)), axes=("norm",))
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_the_zeros_of_the_embeddings_gradient_need_the_gradient_that_comes_in(cube, early):
+    """Else XLA may write them before the layers, and keep a table in float32 through the backward pass."""
+    ids, dx = jnp.zeros((4, 8), jnp.int32), jnp.ones((4, 8, 16))
+    traced = jax.make_jaxpr(lambda dx: look_up_gradient(cube, 64, ids, dx, jnp.dtype("float32"), early=early))(dx)
+    (local,) = (eqn.params["jaxpr"] for eqn in traced.eqns if "jaxpr" in eqn.params)
+    produced = {id(out): eqn for eqn in local.eqns for out in eqn.outvars}
+    (scatter,) = (eqn for eqn in local.eqns if eqn.primitive.name == "scatter-add")
+    zeros = produced[id(scatter.invars[0])]
+    assert zeros.primitive.name == "broadcast_in_dim"
+    of_barrier = id(zeros.invars[0]) in produced and produced[id(zeros.invars[0])].primitive.name == "optimization_barrier"
+    assert of_barrier != early
 
 
 def test_single_device_constrains_nothing():

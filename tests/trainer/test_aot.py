@@ -270,6 +270,10 @@ def test_every_product_of_a_layer_is_a_block_scaled_kernel_where_the_gpu_has_the
     tokens = config.data.batch_size * config.data.seq_len // 4
     weights = sum(matmul_weights(config.model).values()) * config.model.num_layers
     assert math.fsum(k.flops * k.count for k in products) == 6.0 * tokens * weights
+    whole = tokens * config.model.mlp_dim
+    results = re.findall(r"^ +(?:ROOT )?%?\S+ = (.+?) fusion\(", result.hlo_text, re.MULTILINE)
+    wide = [dims for each in results for dims in re.findall(r"f32\[([\d,]+)\]", each) if math.prod(map(int, dims.split(","))) == whole]
+    assert not wide, "activations of the MLP are quantized before they are transposed"
     gathered = {c.dtype[:2] for c in report.collectives if c.kind == "all-gather"}
     assert gathered == ({"f8", "bf"} if matmul == "mxfp8" else {"bf"}), "the tables of the vocabulary stay in 16 bits"
     assert all(row.agrees for row in report.traffic if row.where == "all"), "gathered in 8 or 16 bits, reduced in float32"
