@@ -194,7 +194,8 @@ def test_flags_that_all_are_supported_are_remembered_for_the_installed_jaxlib(tm
     monkeypatch.setattr(sys, "executable", str(tmp_path / "nowhere"))
     assert unknown_flags(supported, env) == []
     elsewhere = env | {"RIDGE_CACHE": str(tmp_path / "other")}
-    for flags, place in ((never_was, env), (invalid, env), (["--xla_dump_to=/tmp/y"], env), (supported, elsewhere)):
+    others = ([*supported, *never_was], env), (never_was, env), (invalid, env), (["--xla_dump_to=/tmp/y"], env), (supported, elsewhere)
+    for flags, place in others:
         with pytest.raises(FileNotFoundError):
             unknown_flags(flags, place)
 
