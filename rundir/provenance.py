@@ -10,7 +10,7 @@ import re
 import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import distributions
+from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,14 @@ def source_state(tree: Path = SOURCE_TREE) -> SourceState:
         return SourceState({"commit": None, "why": (getattr(error, "stderr", None) or str(error)).strip()}, None)
     untracked = [line[3:] for line in status.splitlines() if line.startswith("??")]
     return SourceState({"commit": commit, "dirty": bool(status), "untracked": untracked}, diff)
+
+
+def own_version() -> str:
+    """Return the version of the installed Ridgeline; `unknown` where it runs from a checkout that is not installed."""
+    try:
+        return version("ridgeline")
+    except PackageNotFoundError:
+        return "unknown"
 
 
 def packages() -> dict[str, str]:

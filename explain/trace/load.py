@@ -15,6 +15,7 @@ from pathlib import Path
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.files import read_limited
 from ridgeline.explain.trace.capture import Capture, mesh_sizes
+from ridgeline.explain.trace.graphs import name_instructions
 from ridgeline.explain.trace.program import Programs, read_programs
 from ridgeline.explain.trace.read import Host, read_hosts
 from ridgeline.planner.calibration import load_calibration
@@ -104,10 +105,13 @@ def load_profile(
     mesh = mesh_sizes(capture, devices)
     facts = _facts(hosts)
     device_kind = _device_kind(capture, hosts, facts)
+    programs = read_programs(hosts, capture.directory, devices, mesh)
+    for host in hosts:
+        name_instructions(host, programs)
     return Profile(
         capture=capture,
         hosts=[_host_profile(capture, host) for host in hosts],
-        programs=read_programs(hosts, capture.directory, devices, mesh),
+        programs=programs,
         device_kind=device_kind,
         facts=facts,
         hardware=hardware or _hardware(device_kind, facts),

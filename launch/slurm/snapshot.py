@@ -11,11 +11,10 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from ridgeline.rundir.provenance import PACKAGES, SNAPSHOT, SOURCE_TREE, git
+from ridgeline.rundir.provenance import PACKAGES, SNAPSHOT, SOURCE_TREE, git, own_version
 
 DIFF_FILE = "git.diff"
 _PATHS = ("ridgeline", *PACKAGES)
@@ -38,13 +37,9 @@ class CodeState:
 
 def code_state(source: Path = SOURCE_TREE) -> CodeState:
     """Return the state of the running code."""
-    try:
-        number = version("ridgeline")
-    except PackageNotFoundError:
-        number = "unknown"
     commit = _commit(source)
     dirty = commit is not None and bool(git(source, "status", "--porcelain", "--", *_PATHS))
-    return CodeState(number, commit, dirty, source)
+    return CodeState(own_version(), commit, dirty, source)
 
 
 def take_snapshot(target: Path, source: Path = SOURCE_TREE) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from typing import Any, Protocol
 import jax
 
 from ridgeline.configs.schema import CheckpointConfig
+from ridgeline.rundir.provenance import own_version
 from ridgeline.trainer.agreement import Agreement, PeerError
 from ridgeline.trainer.checkpoint import directories as dirs
 from ridgeline.trainer.checkpoint import payload
@@ -283,7 +284,7 @@ class Checkpointer(CheckpointReader):
             "format": _FORMAT,
             "step": step,
             "process_count": self._agreement.count,
-            "versions": {name: version(name) for name in ("jax", "flax", "orbax-checkpoint", "ridgeline")},
+            "versions": {name: version(name) for name in ("jax", "flax", "orbax-checkpoint")} | {"ridgeline": own_version()},
             "arrays": payload.describe(state),
             FINITE: True,
         }
