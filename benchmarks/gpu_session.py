@@ -44,15 +44,18 @@ class Step:
 
 
 RIDGE = ("-m", "ridgeline")
-MEASURE = (BENCH, "--output", "{output}/bench", "--limit-s", "{bench_s}", "--calibration", "{output}/calibration.yaml")
+MEASURE = (BENCH, "--output", "{output}/bench", "--limit-s", "{bench_s}")
 STEPS = (
+    Step("bench", "the leading rows, ours then peers, with profiles", (MEASURE,), 400, complete=(0, 1, 3)),
+    Step("numerics", "kernels and training steps against a CPU", (
+        ("benchmarks/gpu_numerics.py", "--output", "{output}/numerics.json"),
+    ), 200),
+    Step("resume", "training that is killed and resumed, against one that is not", (
+        ("benchmarks/gpu_resume.py", "--output", "{output}/resume", "--steps", "120"),
+    ), 110),
     Step("doctor", "the machine is fit; its rates for the planner", (
         (*RIDGE, "doctor", "--quick"), (*RIDGE, "calibrate", "--output", "{output}/calibration.yaml"),
     ), 180),
-    Step("bench", "the leading rows, ours then peers, with profiles", (MEASURE,), 570, complete=(0, 1, 3)),
-    Step("resume", "training that is killed and resumed, against one that is not", (
-        ("benchmarks/gpu_resume.py", "--output", "{output}/resume"),
-    ), 240),
     Step("bench-2", "the rows and peers that did not fit", ((*MEASURE, "--continue"),), 570, complete=(0, 1, 3)),
     Step("bench-3", "what is left of them", ((*MEASURE, "--continue"),), 570, complete=(0, 1, 3)),
     Step("remat", "the cost of each rematerialization policy", (

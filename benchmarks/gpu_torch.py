@@ -24,15 +24,15 @@ WARMUP_STEPS = 4
 def rows_to_try(model: dict[str, Any], seq_len: int, rows: int, mode: str, memory_bytes: float, checkpointing: bool) -> int:
     """Return the rows to start with, at most `rows`, because every attempt that runs out of memory costs a compilation.
 
-    Parameters: 18 bytes each with AdamW (a copy in 16 bits included), 8 in bf16, and 4 more of the table's gradient, twice. Per token, in a
-    layer, the operands of its matmuls, and their results, in 16 bits (16 D + 8 F, with checkpointing 2 D). Logits only of a chunk, 10 bytes
-    each. A tenth is left to fragments.
+    Parameters: 18 bytes each with AdamW (a copy in 16 bits included), 8 in bf16, and 4 more of the table's gradient, twice. Per token and
+    layer, what compiled layers keep (8 D + 4 F, with checkpointing 2 D): 18 layers of the 8B shape had 1.6 MB per token on an H200. Logits
+    only of a chunk, 10 bytes each. A tenth is left to fragments.
     """
     width, layers, vocab, hidden = model["embed_dim"], model["num_layers"], model["vocab_size"], model["mlp_dim"]
     attention = 2 * width * model["head_dim"] * (model["num_heads"] + model["num_kv_heads"])
     tables = vocab * width * (1 if model["tie_embeddings"] else 2)
     state = (tables + layers * (attention + 3 * width * hidden)) * (8 if mode == "bf16" else 18) + 8 * vocab * width
-    token = 6 * width + layers * (2 * width if checkpointing else 16 * width + 8 * hidden)
+    token = 6 * width + layers * (2 * width if checkpointing else 8 * width + 4 * hidden)
     free = 0.9 * memory_bytes - state - 10 * CHUNK_TOKENS * vocab
     return max(1, min(rows, int(free / (token * seq_len))))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from ridgeline.cli import main as cli
@@ -46,4 +48,4 @@ def test_a_chunk_that_does_not_fit_is_not_advised():
 def test_the_plan_recommends_it_only_where_it_pays(capsys):
     for model, expected in (("models/qwen2.5-0.5b", True), ("models/llama-3.1-8b", False)):
         assert cli.run(["plan", model, "--cluster", "dgx-h200", *BATCH]) == 0
-        assert ("compute.loss_chunk=2048 would" in capsys.readouterr().out) is expected
+        assert (re.search(r"compute\.loss_chunk=\d+ would speed a step up", capsys.readouterr().out) is not None) is expected

@@ -93,7 +93,7 @@ def test_the_rows_with_a_target_come_before_those_held_against_them_and_leading_
     names = [part.name for part in parts]
     assert names[:3] == ["1b-1k, ours", "8b-4k, ours", "8b-4k-fp8, ours"]
     assert names[3:6] == ["1b-1k, PyTorch autocast", "8b-4k, PyTorch autocast", "8b-4k-fp8, PyTorch fp8"]
-    with_target = {row.name for row in ROWS if row.tokens_per_s or row.mfu or row.fp8}
+    with_target = {row.name for row in ROWS if row.peer and (row.tokens_per_s or row.mfu or row.fp8)}
     assert with_target == {part.row.name for part in parts if part.side in (budget.TORCH, budget.TORCH_FP8)}, "each has a peer"
     for row in ROWS:
         assert row.over is None or names.index(f"{row.over[0]}, ours") < names.index(f"{row.name}, ours")
@@ -111,7 +111,7 @@ def test_what_does_not_fit_is_refused_by_what_finished_parts_took(budget: Module
     assert time_left.refusal("PyTorch autocast", 30.0) is None, "nothing is known of the other side"
 
 
-def test_nine_rows_and_their_peers_are_more_than_ten_minutes_and_the_leading_ones_fit(budget: ModuleType) -> None:
+def test_all_rows_and_their_peers_are_more_than_ten_minutes_and_the_leading_ones_fit(budget: ModuleType) -> None:
     from gpu_rows import ROWS
 
     spent = {"leading": 0.0, "all": 0.0}
@@ -147,7 +147,9 @@ def test_pytorch_begins_with_rows_that_fit(monkeypatch: pytest.MonkeyPatch) -> N
 
     model = {"embed_dim": 2048, "num_layers": 16, "vocab_size": 128256, "mlp_dim": 8192, "num_heads": 32, "num_kv_heads": 8, "head_dim": 64}
     fitting = {mode: rows_to_try({**model, "tie_embeddings": True}, 1024, 128, mode, 141e9, False) for mode in ("autocast", "bf16")}
-    assert 48 <= fitting["autocast"] <= fitting["bf16"] < 128, "the activations of 128 rows are 200 GB"
+    assert 48 <= fitting["autocast"] < fitting["bf16"] <= 128, "the activations of 128 rows are 103 GB"
+    deep = {**model, "embed_dim": 4096, "num_layers": 18, "mlp_dim": 14336, "head_dim": 128, "tie_embeddings": False}
+    assert 4 <= rows_to_try(deep, 4096, 8, "autocast", 150.75e9, False) < 8, "93 GB with 2 rows on an H200"
     assert rows_to_try({**model, "tie_embeddings": True}, 1024, 2, "bf16", 141e9, False) == 2
     assert rows_to_try({**model, "tie_embeddings": True}, 1024, 128, "bf16", 1e9, False) == 1
 
