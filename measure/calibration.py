@@ -39,6 +39,9 @@ class Sizes:
     messages_bytes: tuple[int, ...]
     attention: tuple[tuple[int, int], ...]
     """(seq_len, head_dim)."""
+    rest_s: float = 0.0
+    """Pause before each round of matmuls and attention. After a tenth of a second of matmuls an H200 reaches its power limit and loses a
+    tenth of its rate (773 to 690 TFLOP/s); what a step makes of the rates of short runs is planner.software's `in_step`."""
 
 
 GPU = Sizes(
@@ -55,6 +58,7 @@ GPU = Sizes(
     2**30,
     tuple(2**n for n in range(16, 31, 2)),
     ((2048, 128), (8192, 128), (2048, 64)),
+    rest_s=0.3,
 )
 CPU = Sizes(
     ((1024, 1024, 1024), (512, 512, 512), (256, 256, 256), (2048, 256, 1024)),
@@ -79,7 +83,15 @@ def calibrate(device_name: str, sizes: Sizes, level: LinkLevel, *, report: Calla
     source = f"Measured on {devices[0].device_kind} with jax {jax.__version__}: median of {ROUNDS} rounds"
     report(f"matmuls: {len(sizes.matmuls)} shapes, {', '.join(sizes.dtypes)}")
     matmuls = [
-        MatmulPoint(device=device_name, dtype=dtype, m=m, n=n, k=k, tflop_per_s=matmul_flops_per_s(dtype, (m, n, k)) / 1e12, source=source)
+        MatmulPoint(
+            device=device_name,
+            dtype=dtype,
+            m=m,
+            n=n,
+            k=k,
+            tflop_per_s=matmul_flops_per_s(dtype, (m, n, k), sizes.rest_s) / 1e12,
+            source=source,
+        )
         for dtype in sizes.dtypes
         for m, n, k in sizes.matmuls
     ]
@@ -90,7 +102,11 @@ def calibrate(device_name: str, sizes: Sizes, level: LinkLevel, *, report: Calla
         report("attention, forward and backward")
         attention = [
             AttentionPoint(
-                device=device_name, seq_len=t, head_dim=h, tflop_per_s=attention_flops_per_s(t, h) / 1e12, source=f"{source}, cuDNN"
+                device=device_name,
+                seq_len=t,
+                head_dim=h,
+                tflop_per_s=attention_flops_per_s(t, h, sizes.rest_s) / 1e12,
+                source=f"{source}, cuDNN",
             )
             for t, h in sizes.attention
         ]
@@ -112,13 +128,13 @@ def dtype_and_precision(dtype: str) -> tuple[Any, jax.lax.Precision]:
     return jnp.dtype(dtype), jax.lax.Precision.DEFAULT
 
 
-def matmul_flops_per_s(dtype: str, shape: Shape) -> float:
-    """Return the FLOP/s of an [M, K] x [K, N] matmul of random numbers (zeros draw less power and run faster)."""
+def matmul_flops_per_s(dtype: str, shape: Shape, rest_s: float = 0.0) -> float:
+    """Return the FLOP/s of an [M, K] x [K, N] matmul of random numbers (zeros draw less power and run faster). `rest_s`: see Sizes."""
     m, n, k = shape
     stored, precision = dtype_and_precision(dtype)
     left, right = (jax.random.normal(jax.random.key(i), size, stored) for i, size in enumerate(((m, k), (k, n))))
     multiply = jax.jit(functools.partial(jnp.matmul, precision=precision))
-    return 2 * m * n * k / median_s(lambda: multiply(left, right))
+    return 2 * m * n * k / median_s(lambda: multiply(left, right), rest_s=rest_s)
 
 
 def memory_bytes_per_s(array_bytes: int) -> float:
@@ -129,8 +145,11 @@ def memory_bytes_per_s(array_bytes: int) -> float:
     return 3 * array_bytes / median_s(lambda: update(x, y))
 
 
-def attention_flops_per_s(seq_len: int, head_dim: int) -> float:
-    """Return the FLOP/s of causal cuDNN attention, forward and backward, counted as the planner does: 12*T*T/2*N*H per row."""
+def attention_flops_per_s(seq_len: int, head_dim: int, rest_s: float = 0.0) -> float:
+    """Return the FLOP/s of causal cuDNN attention, forward and backward, counted as the planner does: 12*T*T/2*N*H per row.
+
+    `rest_s`: see Sizes.
+    """
     heads, rows = 4096 // head_dim, max(1, 16384 // seq_len)
     shape = (rows, seq_len, heads, head_dim)
     q, k, v = (jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i in range(3))
@@ -140,7 +159,7 @@ def attention_flops_per_s(seq_len: int, head_dim: int) -> float:
         return jnp.sum(out.astype(jnp.float32))
 
     gradient = jax.jit(jax.grad(total, argnums=(0, 1, 2)))
-    return rows * 12 * seq_len * (seq_len / 2) * heads * head_dim / median_s(lambda: gradient(q, k, v))
+    return rows * 12 * seq_len * (seq_len / 2) * heads * head_dim / median_s(lambda: gradient(q, k, v), rest_s=rest_s)
 
 
 def _link_curves(device_name: str, messages_bytes: tuple[int, ...], level: LinkLevel, source: str) -> Iterator[LinkCurve]:

@@ -75,17 +75,19 @@ class DeviceTimer:
         return agreed(calls_for(lambda: jax.block_until_ready(work()), self._least_s, self._most))
 
 
-def rounds_s(work: Callable[[], Any], *, rounds: int = ROUNDS, least_s: float = 0.02, most: int = 20) -> list[float]:
-    """Return the seconds per call of each round. The arguments are those of `DeviceTimer`."""
+def rounds_s(work: Callable[[], Any], *, rounds: int = ROUNDS, least_s: float = 0.02, most: int = 20, rest_s: float = 0.0) -> list[float]:
+    """Return the seconds per call of each round. `rest_s`: pause before each round; the other arguments are those of `DeviceTimer`."""
     timer = DeviceTimer.of(work, least_s=least_s, most=most)
     for _ in range(rounds):
+        timer.warm_up()
+        time.sleep(rest_s)
         timer.round()
     return timer.rounds_s
 
 
-def median_s(work: Callable[[], Any], *, rounds: int = ROUNDS, least_s: float = 0.02, most: int = 20) -> float:
-    """Return the seconds per call: the median of the rounds. The arguments are those of `DeviceTimer`."""
-    return statistics.median(rounds_s(work, rounds=rounds, least_s=least_s, most=most))
+def median_s(work: Callable[[], Any], *, rounds: int = ROUNDS, least_s: float = 0.02, most: int = 20, rest_s: float = 0.0) -> float:
+    """Return the seconds per call: the median of the rounds. The arguments are those of `rounds_s`."""
+    return statistics.median(rounds_s(work, rounds=rounds, least_s=least_s, most=most, rest_s=rest_s))
 
 
 def calls_for(work: Callable[[], Any], least_s: float, most: int) -> int:
