@@ -34,6 +34,19 @@ def several(of, x, ws, amax=None):
 
 
 @pytest.mark.parametrize("dtype", [fp8.VALUES, fp8.GRADIENTS])
+@pytest.mark.parametrize("delayed", [False, True])
+def test_quantized_values_are_those_of_a_division(dtype, delayed):
+    rng = np.random.default_rng()
+    for exponent in (-120, -60, -1, 0, 7, 60, 120):
+        x = np.float32(2.0**exponent) * rng.standard_normal((64, 64)).astype(np.float32)
+        amax = jnp.float32(np.abs(x).max() * rng.uniform(0.5, 2)) if delayed else None
+        q, scale = jax.jit(fp8.quantize, static_argnums=1)(x, dtype, amax)
+        top = float(jnp.finfo(dtype).max)
+        expected = jnp.asarray(np.clip(x / np.float32(scale), -top, top)).astype(dtype)
+        assert np.array_equal(np.asarray(q, np.float32), np.asarray(expected, np.float32)), exponent
+
+
+@pytest.mark.parametrize("dtype", [fp8.VALUES, fp8.GRADIENTS])
 @pytest.mark.parametrize("size", [1e-20, 3e-4, 1.0, 448.0, 449.0, 57344.0, 1e25])
 def test_quantizing_keeps_values_within_half_a_step_and_the_largest_in_range(dtype, size):
     x = size * jax.random.uniform(jax.random.key(0), (64, 64), minval=-1.0)
