@@ -45,7 +45,10 @@ _NEVER = (
 )
 """Reasons that time does not resolve, and what does."""
 _LIMITS = (
-    (r"(QOS|Assoc)Grp(?!\w*Run)\w*Minutes\w*|AssociationTimeLimit|QOSTimeLimit|QOSUsageThreshold", "the budget of device time of its account or QOS is used up"),
+    (
+        r"(QOS|Assoc)Grp(?!\w*Run)\w*Minutes\w*|AssociationTimeLimit|QOSTimeLimit|QOSUsageThreshold",
+        "the budget of device time of its account or QOS is used up",
+    ),
     (
         r"QOSMax\w+Per(User|UserLimit|Account)|Max\w+PerAccount|AssocMaxJobsLimit",
         "waits for other jobs of its user or account; a job larger than the limit never starts",
@@ -73,15 +76,14 @@ def advice(job: str, kind: str | None, reason: str | None, slurm_cluster: str | 
 
     job: its id; for all tasks of an array the array's. kind: as `waiting` returns.
     """
-    scontrol = f"scontrol --clusters={slurm_cluster}" if slurm_cluster else "scontrol"
     if kind == HELD:
-        why = f"held: {_first(_HOLDS, reason) or 'it does not start by itself'}"
-        return f"{why}; `{scontrol} release {job}` releases it"
-    text = _first(_NEVER if kind == BLOCKED else _LIMITS, reason) if kind is not None else None
-    if text is None:
-        return None
-    shown = text.format(job=job).replace("`scontrol", f"`{scontrol}")
-    return f"never starts: {shown}" if kind == BLOCKED else shown
+        line = f"held: {_first(_HOLDS, reason) or 'it does not start by itself'}; `scontrol release {job}` releases it"
+    elif kind == BLOCKED:
+        line = f"never starts: {_first(_NEVER, reason)}"
+    else:
+        line = (_first(_LIMITS, reason) if kind == QUEUED else None) or ""
+    scontrol = f"`scontrol --clusters={slurm_cluster}" if slurm_cluster else "`scontrol"
+    return line.format(job=job).replace("`scontrol", scontrol) or None
 
 
 def _first(table: tuple[tuple[str, str], ...], reason: str | None) -> str | None:

@@ -104,6 +104,11 @@ def test_kinds_of_waits(name: str, reason: str | None, priority: int, kind: str 
         ("held", "JobHeldUser", "held: by its user; `scontrol release 7` releases it"),
         ("held", "JobHeldAdmin", "held: by an administrator, who has to release it; `scontrol release 7` releases it"),
         ("held", "JobHoldMaxRequeue", "held: its batch script was lost with its node too often; `scontrol release 7` releases it"),
+        (
+            "held",
+            "launch_failed_requeued_held",
+            "held: a node failed to start it: `scontrol show node` names drained ones; `scontrol release 7` releases it",
+        ),
         ("held", None, "held: it does not start by itself; `scontrol release 7` releases it"),
         (
             "blocked",
