@@ -25,7 +25,7 @@ HOLDS = frozenset({"REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"})
 _HOLDS = (
     (r"JobHeldAdmin", "by an administrator, who has to release it"),
     (r"JobHeldUser", "by its user"),
-    (r"JobHoldMaxRequeue", "its batch script was lost with its node too often"),
+    (r"JobHoldMaxRequeue", "its batch script was lost with its node too often, and an administrator has to release it"),
     (r"launch", "a node failed to start it: `scontrol show node` names drained ones"),
     (r"ReservationDeleted", "its reservation was deleted"),
     (r"BurstBufferOperation", "its burst buffer failed"),

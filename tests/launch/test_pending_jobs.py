@@ -23,7 +23,7 @@ from ridgeline.launch.trials.engine import SWEEP, TrialFiles
 from ridgeline.rundir.jobs import JobRecord, record_job
 
 LINES = Path(__file__).with_name("pending_jobs.txt").read_text().splitlines()
-RELEASE = ("JobHeldUser", "JobHeldAdmin", "launch_failed_requeued_held")
+RELEASE = ("JobHeldUser", "JobHeldAdmin", "JobHoldMaxRequeue", "launch_failed_requeued_held", "job_requeued_in_held_state")
 EXPECTED = dict.fromkeys(RELEASE, "held") | {
     "Resources": "queued",
     "Priority": "queued",
@@ -103,7 +103,11 @@ def test_kinds_of_waits(name: str, reason: str | None, priority: int, kind: str 
     [
         ("held", "JobHeldUser", "held: by its user; `scontrol release 7` releases it"),
         ("held", "JobHeldAdmin", "held: by an administrator, who has to release it; `scontrol release 7` releases it"),
-        ("held", "JobHoldMaxRequeue", "held: its batch script was lost with its node too often; `scontrol release 7` releases it"),
+        (
+            "held",
+            "JobHoldMaxRequeue",
+            "held: its batch script was lost with its node too often, and an administrator has to release it; `scontrol release 7` releases it",
+        ),
         (
             "held",
             "launch_failed_requeued_held",
