@@ -106,7 +106,8 @@ def test_kinds_of_waits(name: str, reason: str | None, priority: int, kind: str 
         (
             "held",
             "JobHoldMaxRequeue",
-            "held: its batch script was lost with its node too often, and an administrator has to release it; `scontrol release 7` releases it",
+            "held: its batch script was lost with its node too often, and an administrator has to release it; "
+            "`scontrol release 7` releases it",
         ),
         (
             "held",
