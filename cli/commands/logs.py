@@ -51,15 +51,28 @@ def logs(run: Path, follow: bool, rank: int | None, job: str | None, lines: int 
 
 def _job_log(run: Path, records: Sequence[JobRecord], job: str | None) -> Log:
     from ridgeline.launch.slurm import logs as job_logs
+    from ridgeline.launch.slurm.pending import STUCK
     from ridgeline.launch.slurm.state import job_states
 
     path, record = job_logs.log_file(run, records, job)
 
     def missing() -> str:
-        states = ", ".join(sorted({state.state for state in job_states(record.job, record.slurm_cluster)}))
-        return f"job {record.job} has no log yet ({states}); use --follow to wait for it"
+        found = job_states(record.job, record.slurm_cluster)
+        states = ", ".join(sorted({state.state if state.waiting not in STUCK else state.described for state in found}))
+        advice = next((f": {state.advice}" for state in found if state.waiting in STUCK), "; use --follow to wait for it")
+        return f"job {record.job} has no log yet ({states}){advice}"
 
-    return path, lambda: all(state.ended for state in job_states(record.job, record.slurm_cluster)), missing
+    told: set[str] = set()
+
+    def ended() -> bool:
+        found = job_states(record.job, record.slurm_cluster)
+        for state in found:
+            if state.waiting in STUCK and (line := f"ridge: job {state.job} is {state.described}: {state.advice}") not in told:
+                told.add(line)
+                click.echo(line, err=True)
+        return all(state.ended for state in found)
+
+    return path, ended, missing
 
 
 def _train_log(run: Path, rank: int | None, job: str | None) -> Log:

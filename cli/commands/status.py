@@ -52,6 +52,8 @@ def status(run: Path, as_json: bool) -> None:
         print_table(["state", "host", Column("pid", "process"), Column("time", "started")], [local])
     if states:
         _print_jobs([_row(record, state) for record, state in states])
+        for line in describe_waits([state for _, state in states]):
+            click.echo(line)
     if nodes:
         click.echo(describe_nodes(nodes))
     if progress is not None:
@@ -96,13 +98,30 @@ def _states(run: Path, record: JobRecord) -> list[JobState]:
 
 
 def _row(record: JobRecord, state: JobState) -> dict[str, Any]:
-    return {**dataclasses.asdict(state), "submitted": record.time, "kind": record.kind}
+    return {**dataclasses.asdict(state), "advice": state.advice, "submitted": record.time, "kind": record.kind}
 
 
 def _duration(seconds: float) -> str:
     from ridgeline.configs.format import format_duration
 
     return format_duration(seconds)
+
+
+def describe_waits(states: Sequence[JobState]) -> list[str]:
+    """Return a line per pending job: Slurm's reason, and what a person can do. Tasks of an array with one reason share a line."""
+    from ridgeline.launch.slurm.pending import QUEUED
+
+    alike: dict[tuple[str, str | None, str | None], list[JobState]] = {}
+    for state in states:
+        if state.waiting is not None:
+            alike.setdefault((state.job.partition("_")[0], state.waiting, state.reason), []).append(state)
+    lines = []
+    for (array, waiting, reason), waits in alike.items():
+        one = waits[0] if len(waits) == 1 else dataclasses.replace(waits[0], job=array)
+        tasks = "" if len(waits) == 1 else f", {len(waits)} tasks"
+        then = one.advice or ("it starts by itself" if waiting == QUEUED else None)
+        lines.append(f"job {one.job}{tasks}: pending ({reason or 'no reason given'}): {then}")
+    return lines
 
 
 def describe_nodes(starts: Sequence[Allocation]) -> str:

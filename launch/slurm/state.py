@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ridgeline.configs.errors import UserError
+from ridgeline.launch.slurm import pending
 from ridgeline.launch.slurm.units import parse_time_s
 
 ENDED = frozenset(
@@ -49,11 +50,25 @@ class JobState:
     elapsed_s: int | None = None
     limit_s: int | None = None
     exit_code: int | None = None
+    waiting: str | None = None
+    """What kind of wait a pending job is in: `queued`, `held` or `blocked` (launch/slurm/pending.py)."""
+    slurm_cluster: str | None = None
+    """Where it is, if not on the default cluster of Slurm."""
 
     @property
     def ended(self) -> bool:
         """Whether it has ended and Slurm will not restart it."""
         return self.state in ENDED
+
+    @property
+    def described(self) -> str:
+        """The state, and the reason of a wait as Slurm gives it: `PENDING (Resources)`."""
+        return f"{self.state} ({self.reason})" if self.waiting and self.reason else self.state
+
+    @property
+    def advice(self) -> str | None:
+        """What a person can do for a pending job, in one line; None if it only has to wait its turn."""
+        return pending.advice(self.job, self.waiting, self.reason, self.slurm_cluster)
 
 
 def run_command(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
@@ -71,7 +86,10 @@ def job_states(job: str, slurm_cluster: str | None = None, run: Run = run_comman
     clusters = [f"--clusters={slurm_cluster}"] if slurm_cluster else []
     shown = run(["scontrol", *clusters, "show", "job", "--oneliner", job])
     if shown.returncode == 0:
-        return sorted((state for line in shown.stdout.splitlines() if line for state in parse_scontrol(line)), key=lambda s: s.task or 0)
+        states = [
+            replace(state, slurm_cluster=slurm_cluster) for line in shown.stdout.splitlines() if line for state in parse_scontrol(line)
+        ]
+        return sorted(states, key=lambda state: state.task or 0)
     if "Invalid job id" not in shown.stderr:
         raise UserError(f"scontrol show job {job} failed: {' '.join(shown.stderr.split())}")
     return _from_accounting(job, clusters, run) or [JobState(job, FORGOTTEN)]
@@ -90,15 +108,17 @@ def parse_scontrol(line: str) -> list[JobState]:
     """Parse a line of `scontrol show job --oneliner`; a line of pending array tasks returns several states."""
     fields = dict(re.findall(r"(?:^| )([A-Za-z/:]+)=(\S*)", line))
     code = fields["ExitCode"].split(":")
+    reason = None if fields["Reason"] == "None" else fields["Reason"]
     state = JobState(
         job=fields["JobId"],
         state=fields["JobState"],
-        reason=None if fields["Reason"] == "None" else fields["Reason"],
-        nodes=None if fields.get("NodeList", "(null)") == "(null)" else fields["NodeList"],
+        reason=reason,
+        nodes=None if fields.get("NodeList", "(null)") in ("", "(null)") else fields["NodeList"],
         restarts=int(fields["Restarts"]),
         elapsed_s=_seconds(fields["RunTime"]),
         limit_s=_seconds(fields["TimeLimit"]),
         exit_code=int(code[0]) or 128 * (code[1] != "0") + int(code[1]) if fields["JobState"] in ENDED else None,
+        waiting=pending.waiting(fields["JobState"], reason, int(fields["Priority"])),
     )
     if "ArrayJobId" not in fields:
         return [state]

@@ -130,7 +130,7 @@ def refuse_second_job(run_dir: Path, query: Callable[[str, str | None], Sequence
     for record in places.read_jobs(run_dir):
         for state in query(record.job, record.slurm_cluster):
             if not state.ended:
-                raise UserError(f"job {state.job} of {run_dir} is {state.state}: `ridge cancel` it first, or choose another run_dir")
+                raise UserError(f"job {state.job} of {run_dir} is {state.described}: `ridge cancel` it first, or choose another run_dir")
 
 
 def submit(job: Job, config: Config, by: Submitter, details: Mapping[str, Any]) -> str:

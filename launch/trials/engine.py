@@ -16,6 +16,7 @@ from ridgeline.configs.diff import diff
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.load import from_resolved
 from ridgeline.configs.schema import Config
+from ridgeline.launch.slurm.pending import STUCK
 from ridgeline.launch.slurm.state import FORGOTTEN, JobState, job_states
 from ridgeline.rundir import jobs as job_files
 from ridgeline.rundir.directory import METRICS_FILE
@@ -58,7 +59,10 @@ class Status:
     """State and results of a trial so far."""
 
     state: str
-    """finished, not submitted, a state of Slurm in lower case or of a process of this machine, or what is wrong with its files."""
+    """finished, not submitted, a state of Slurm in lower case or of a process of this machine, or what is wrong with its files.
+
+    A pending job that waiting does not start is `held` or `blocked`.
+    """
     step: int | None = None
     steps: int | None = None
     loss: float | None = None
@@ -71,7 +75,7 @@ class Status:
     busy: bool = False
     """Pending or running."""
     problem: str | None = None
-    """Why it failed on this machine."""
+    """Why it failed on this machine, or why its job does not start and what a person can do."""
 
     @property
     def finished(self) -> bool:
@@ -181,7 +185,7 @@ class TrialFiles:
             restarts=max(0, progress.starts - 1) if progress.starts else None,
             exit_code=job.exit_code if job is not None else None,
             busy=local == RUNNING or (job is not None and not job.ended),
-            problem=problem,
+            problem=f"{job.described}: {job.advice}" if job is not None and job.waiting in STUCK else problem,
         )
 
 
@@ -191,6 +195,8 @@ def _state_name(job: JobState | None, local: str, problem: str | None) -> str:
         return RUNNING
     if job is None:
         return "failed" if problem is not None else MISSING if local == NOT_STARTED else local
+    if job.waiting in STUCK:
+        return job.waiting
     return "not finished" if job.state == FORGOTTEN else job.state.lower()
 
 

@@ -88,8 +88,9 @@ def _submit(trials: Trials, trial: Trial, site: Site) -> str:
 
 
 def _describe(trial: Trial, state: JobState) -> str:
-    if state.state in ("PENDING", "CONFIGURING"):
-        return f"job {state.job} is pending" + (f" ({state.reason})" if state.reason else "")
+    if state.waiting or state.state == "CONFIGURING":
+        reason = f" ({state.reason})" if state.reason else ""
+        return f"job {state.job} is pending{reason}" + (f": {state.advice}" if state.advice else "")
     now = run_progress(trial.config.directory)
     where = "starting" if now.step is None else f"step {now.step} of {trial.config.trainer.steps}"
     return f"job {state.job} {state.state.lower()}, {where}"

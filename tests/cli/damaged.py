@@ -51,7 +51,7 @@ VALUES: tuple[Any, ...] = (
 )
 LIMIT_S = 30
 SCONTROL = """#!/bin/sh
-echo "JobId=12 JobState=RUNNING Reason=None NodeList=n1 Restarts=0 RunTime=00:01:00 TimeLimit=01:00:00 ExitCode=0:0"
+echo "JobId=12 JobState=RUNNING Reason=None Priority=1 NodeList=n1 Restarts=0 RunTime=00:01:00 TimeLimit=01:00:00 ExitCode=0:0"
 """
 """Slurm's answer about the job of the run."""
 MEMORY_BYTES = 6 << 30

@@ -65,7 +65,7 @@ InactiveLimit=0
 MinJobAge=3600
 ReturnToService=2
 SchedulerType=sched/backfill
-SchedulerParameters=bf_interval=1,sched_interval=1,batch_sched_delay=0,max_batch_requeue=1000
+SchedulerParameters=bf_interval=1,sched_interval=1,batch_sched_delay=0
 JobCompType=jobcomp/none
 AccountingStorageType=accounting_storage/none
 {nodes}

@@ -94,6 +94,8 @@ class Soak:
         while (state := self.slurm.job_state(self.run.job)) != "COMPLETED":
             assert state in ("PENDING", "RUNNING", "COMPLETING", "REQUEUED", "PREEMPTED", "NODE_FAIL", "REQUEUE_HOLD"), self.run.log[-4000:]
             assert time.time() - begin_s < timeout_s, f"not within {timeout_s:.0f} s\n{self.run.log[-4000:]}"
+            if state == "REQUEUE_HOLD":  # after five lost batch scripts, a number that is fixed in Slurm 22.05; as an administrator would
+                self.slurm.run("scontrol", "release", self.run.job, check=False)
             self._bring_back()
             restart, step = self.step_now()
             pids = self._ranks(restart) if step else {}

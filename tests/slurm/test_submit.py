@@ -122,6 +122,57 @@ def test_waiting_and_running_jobs_are_cancelled(slurm: Any, work: Path, corpus: 
     assert 5 <= shown["progress"]["step"] <= saved < 1000000
 
 
+def test_status_tells_held_and_blocked_jobs_from_those_that_wait_their_turn(slurm: Any, work: Path, corpus: Path) -> None:
+    def submitted(name: str, *settings: str) -> str:
+        command = ["submit", "tiny.yaml", "-c", "local", "--time", "20", "--no-preflight", f"name={name}", "checkpoint.every=10"]
+        return str(answer(slurm, work, *command, *settings)["job"])
+
+    def shown(name: str) -> dict[str, Any]:
+        (job,) = answer(slurm, work, "status", f"runs/{name}")["jobs"]
+        return dict(job)
+
+    filler = slurm.run("sbatch", "--parsable", "-N4", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 1000", cwd=work).stdout.strip()
+    slurm.wait_for_job(filler, "RUNNING")
+    held = submitted("held", "-N", "1", "--cluster-set", 'slurm.options=["--hold"]')
+    waits = submitted("waits", "-N", "4")
+    job = shown("held")
+    assert (job["state"], job["reason"], job["waiting"]) == ("PENDING", "JobHeldUser", "held")
+    line = ridge(slurm, work, "status", "runs/held").splitlines()[-2]
+    assert line == f"job {held}: pending (JobHeldUser): held: by its user; `scontrol release {held}` releases it"
+    assert f"PENDING (JobHeldUser)): held: by its user; `scontrol release {held}`" in ridge(slurm, work, "logs", "runs/held", check=False)
+
+    slurm.until(lambda: shown("waits")["reason"] == "Resources", 60, "the scheduler's reason")
+    assert (shown("waits")["waiting"], shown("waits")["advice"]) == ("queued", None)
+    assert f"job {waits}: pending (Resources): it starts by itself" in ridge(slurm, work, "status", "runs/waits")
+    slurm.run("scontrol", "hold", waits)
+    assert shown("waits")["waiting"] == "held"
+
+    never = submitted("never", "-N", "1", "--cluster-set", f'slurm.options=["--dependency=afterok:{waits}"]')
+    assert (shown("never")["reason"], shown("never")["waiting"]) == ("Dependency", "queued")
+    slurm.run("scancel", waits)
+    slurm.until(lambda: shown("never")["reason"] == "DependencyNeverSatisfied", 60, "the scheduler's reason")
+    assert shown("never")["waiting"] == "blocked"
+    (command,) = re.findall(r"`(scontrol [^`]*)`", ridge(slurm, work, "status", "runs/never"))
+    slurm.run(*command.split())
+    slurm.until(lambda: shown("never")["waiting"] == "queued", 60, "the dependency to be dropped")
+    slurm.run("scancel", never)
+
+    (work / "sweep.yaml").write_text("name: s\nconfig: tiny.yaml\ngrid: {seed: [1, 2]}\n")
+    array = answer(slurm, work, "sweep", "sweep.yaml", "-c", "local", "--no-preflight", "--cluster-set", 'slurm.options=["--hold"]')["job"]
+    table = answer(slurm, work, "status", "runs/s")
+    assert [row["state"] for row in table] == ["held", "held"]
+    assert f"`scontrol release {array}_1`" in table[1]["problem"]
+    assert "nothing to do" in ridge(slurm, work, "sweep", "sweep.yaml", "-c", "local", "--no-preflight"), (
+        "held points are not submitted again"
+    )
+    slurm.run("scancel", array)
+
+    slurm.run("scancel", filler)
+    slurm.run(*re.findall(r"`(scontrol [^`]*)`", shown("held")["advice"])[0].split())
+    assert slurm.wait_for_job(held) == "COMPLETED", ridge(slurm, work, "logs", "runs/held")
+    assert (shown("held")["waiting"], shown("held")["advice"], shown("held")["exit_code"]) == (None, None, 0)
+
+
 def test_the_guides_own_script_requeues_after_saving_and_not_after_scancel(slurm: Any, work: Path, corpus: Path) -> None:
     (text,) = re.findall(r'```bash title="own\.sh"\n(.*?)```\n', GUIDE.read_text(), re.DOTALL)
     fitted = {
