@@ -51,7 +51,10 @@ for part in "$@"; do
     bench)
       say "the tiny benchmark from a bare checkout"
       # Exit code 1: a toy misses the targets.
-      away bench "$root/benchmarks/gpu.py" 1b-1k --tiny --steps 3 --output "$root/runs/gpu-rehearsal" || [ $? -eq 1 ] ;;
+      away bench "$root/benchmarks/gpu.py" 1b-1k --tiny --steps 3 --output "$root/runs/gpu-rehearsal" || [ $? -eq 1 ]
+      say "numbers of kernels and steps, and a run that is killed and resumed"
+      away bench "$root/benchmarks/gpu_numerics.py" --tiny
+      away train "$root/benchmarks/gpu_resume.py" --tiny --steps 60 --output "$root/runs/gpu-rehearsal-resume" ;;
     compile)
       say "every row, compiled ahead of time"
       away train "$root/benchmarks/gpu_compile.py" --output "$root/runs/gpu-compile.json" ;;

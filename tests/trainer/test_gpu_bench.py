@@ -158,3 +158,19 @@ def test_an_unknown_row_is_refused(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, str(BENCH / "gpu.py"), "2b"], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2
     assert "no row '2b'" in done.stderr
+
+
+def test_the_numerics_check_passes_right_kernels_and_fails_wrong_ones(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(BENCH))
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    numerics = importlib.import_module("gpu_numerics")
+    from ridgeline.models.moe.grouped_matmul import Blocks
+
+    arguments = ["experts", "--tiny", "--seed", "5", "--output", str(tmp_path / "numerics.json")]
+    assert numerics.main(arguments) == 0
+    found = json.loads((tmp_path / "numerics.json").read_text())["checks"]
+    assert len(found) == 9 and all(check["error"] <= check["limit"] for check in found)
+    right = Blocks.outer
+    monkeypatch.setattr(Blocks, "outer", lambda *arguments: right(*arguments) * 1.01)
+    assert numerics.main(arguments) == 1
