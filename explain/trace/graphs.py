@@ -10,12 +10,12 @@ graph.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from ridgeline.explain.trace.program import Program, Programs, is_collective
+from ridgeline.explain.trace.program import Program, Programs
 from ridgeline.explain.trace.read import Host, Ops
 from ridgeline.explain.trace.wire import MISSING
 from ridgeline.hlo.module import Instruction, Module
@@ -32,7 +32,14 @@ _LIBRARIES = {
 """Part of the target of a custom call -> its kernels."""
 _SECOND = re.compile(r"splitk\w*reduce|reduce_1Block", re.I)
 """Kernels of cuBLAS that follow another one of the same call."""
-_NCCL = re.compile(r"nccl", re.I)
+_COLLECTIVES = {
+    "all-reduce": "allreduce",
+    "all-gather": "allgather",
+    "reduce-scatter": "reducescatter",
+    "collective-broadcast": "broadcast",
+    **dict.fromkeys(("all-to-all", "ragged-all-to-all", "collective-permute", "send", "recv"), "sendrecv"),
+}
+"""Opcode -> part of the name of NCCL's kernel, in lower case."""
 _WITHOUT_WORK = re.compile(
     r"(parameter|constant|get-tuple-element|tuple|bitcast|while|conditional|call|after-all|opt-barrier|partition-id|replica-id|.*-done)$"
 )
@@ -116,56 +123,42 @@ class _Candidate:
 
     instruction: Instruction
     names: frozenset[str]
-    """Of its kernel: its own."""
-    shared: frozenset[str]
-    """Those of equal instructions."""
+    """Of its kernel, if it has one of its own."""
+    shared: str
+    """What it and equal instructions have in common; '' without any."""
     written: frozenset[str]
     """Names of kernels in the configuration of a custom call, as those of Pallas have."""
-    opcodes: frozenset[str]
-    """Its own and those of the results of what it calls."""
-    libraries: tuple[re.Pattern[str], ...]
-
-    @property
-    def several(self) -> bool:
-        """Whether it may launch several kernels."""
-        return bool(self.libraries or "sort" in self.opcodes or self.instruction.opcode == "custom-call")
-
-    @property
-    def copies(self) -> bool:
-        return bool(self.opcodes & {"copy", "copy-start", "dynamic-slice", "dynamic-update-slice", "bitcast"})
-
-    @property
-    def fills(self) -> bool:
-        return bool(self.opcodes & {"broadcast", "constant"})
+    kinds: frozenset[str]
+    """What it does, as `_kinds` of a kernel: parts of _LIBRARIES and _COLLECTIVES, copy, fill."""
+    several: bool
+    """Whether it may launch several kernels."""
 
     @property
     def may_vanish(self) -> bool:
         """Whether it may launch nothing: copies that became unnecessary, results without elements."""
         own = self.instruction
-        return self.copies or own.opcode in ("iota", "broadcast", "rng-bit-generator") or not own.bytes
+        return "copy" in self.kinds or own.opcode in ("iota", "broadcast", "rng-bit-generator") or not own.bytes
 
-    def is_of_kind(self, kernel: str) -> bool:
-        """Whether a kernel does what the instruction does, whatever its name."""
-        if any(library.search(kernel) for library in self.libraries):
-            return True
-        if _NCCL.match(kernel):
-            wanted = {opcode.removesuffix("-start").replace("-", "") for opcode in self.opcodes if is_collective(opcode)}
-            sent = wanted & {"alltoall", "raggedalltoall", "collectivepermute", "send", "recv"}
-            return bool(sent) if "SendRecv" in kernel else any(kind in kernel.lower() for kind in wanted)
-        return bool((self.copies and _MEMCPY.match(kernel)) or (self.fills and _MEMSET.match(kernel)))
+
+def _kinds(kernel: str) -> set[str]:
+    """Return what a kernel does, as far as its name shows it."""
+    found = {name for name, library in _LIBRARIES.items() if library.search(kernel)}
+    if kernel.lower().startswith("nccl"):
+        found |= {part for part in _COLLECTIVES.values() if part in kernel.lower()}
+    return found | {kind for kind, pattern in (("copy", _MEMCPY), ("fill", _MEMSET)) if pattern.match(kernel)}
 
 
 class Schedule:
     """The instructions with work of one computation, in order."""
 
-    def __init__(self, candidates: Sequence[_Candidate]) -> None:
+    def __init__(self, candidates: Sequence[_Candidate], shared: Mapping[str, str]) -> None:
+        """`shared`: name of a kernel -> `_Candidate.shared` of the instructions whose kernel it may be."""
         self._candidates = candidates
+        self._shared = shared
         self._by_name = _positions(candidates, lambda c: c.names)
-        self._by_shared = _positions(candidates, lambda c: c.shared)
-        self._by_plain = _positions(candidates, lambda c: c.written | {_plain(name) for name in c.names | c.shared})
-        self._by_kind = [
-            at for at, c in enumerate(candidates) if c.libraries or c.copies or c.fills or any(is_collective(o) for o in c.opcodes)
-        ]
+        self._by_shared = _positions(candidates, lambda c: {c.shared})
+        self._by_plain = _positions(candidates, lambda c: c.written | {_plain(name) for name in c.names})
+        self._by_kind = _positions(candidates, lambda c: c.kinds)
         self._several = np.array([c.several for c in candidates], bool)
         self._skipped = np.cumsum([LEFT_OUT_COPY if c.may_vanish else LEFT_OUT for c in candidates])
         self._fits: dict[str, tuple[np.ndarray, np.ndarray]] = {}
@@ -174,9 +167,10 @@ class Schedule:
         """Return the positions of the instructions that a kernel fits, ascending, and its scores: int64 and float64 [n]."""
         if kernel not in self._fits:
             name = _kernel(kernel)
-            scores = {at: KIND for at in self._by_kind if self._candidates[at].is_of_kind(kernel)}
+            scores = {at: KIND for kind in _kinds(kernel) for at in self._by_kind.get(kind, ())}
             scores |= dict.fromkeys(self._by_plain.get(_plain(name), ()), ALIKE)
-            scores |= dict.fromkeys(self._by_shared.get(name, ()), SHARED) | dict.fromkeys(self._by_name.get(name, ()), EXACT)
+            scores |= dict.fromkeys(self._by_shared.get(self._shared.get(name, "-"), ()), SHARED)
+            scores |= dict.fromkeys(self._by_name.get(name, ()), EXACT)
             where = np.array(sorted(scores), np.int64)
             self._fits[kernel] = where, np.array([scores[at] for at in where.tolist()])
         return self._fits[kernel]
@@ -210,10 +204,10 @@ class Schedule:
 
 def schedules(module: Module) -> Iterator[Schedule]:
     """Yield each computation that is scheduled and has work: the entry, bodies of loops, branches."""
-    equal: dict[str, set[str]] = {}
+    shared: dict[str, str] = {}
     for _, instruction in module.instructions():
-        if shared := instruction.deduplicated_name:
-            equal.setdefault(shared, {shared}).add(instruction.name)
+        if key := instruction.deduplicated_name:
+            shared[_kernel(key)] = shared[_kernel(instruction.name)] = key
     pending, seen = [module.entry], set[str]()
     while pending:
         name = pending.pop()
@@ -224,27 +218,32 @@ def schedules(module: Module) -> Iterator[Schedule]:
         for instruction in instructions:
             if instruction.opcode in ("while", "conditional", "call"):
                 pending.extend(instruction.called)
-        if found := [_candidate(module, i, equal) for i in instructions if not _WITHOUT_WORK.match(i.opcode)]:
-            yield Schedule(found)
+        if found := [_candidate(module, i) for i in instructions if not _WITHOUT_WORK.match(i.opcode)]:
+            yield Schedule(found, shared)
 
 
-def _candidate(module: Module, instruction: Instruction, equal: Mapping[str, set[str]]) -> _Candidate:
+def _candidate(module: Module, instruction: Instruction) -> _Candidate:
     attributes = instruction.attributes
     roots = [module.computations[name].instructions[-1] for name in instruction.called if name in module.computations]
     called = instruction.opcode == "custom-call" or "kind=kCustom" in attributes
     target = re.search(r'custom_call_target="([^"]*)"|"kind":"(__cudnn[^"]*)"', attributes)
     written = re.findall(r'\bname = \\?"([^"\\]+)|"name":"([^"\\]+)', attributes) if called else []
+    opcodes = {i.opcode.removesuffix("-start") for i in (instruction, *roots)}
+    kinds = {_COLLECTIVES[opcode] for opcode in opcodes if opcode in _COLLECTIVES}
+    kinds |= {name for name in _LIBRARIES if target is not None and name in target[0]}
+    kinds |= {"copy"} if opcodes & {"copy", "dynamic-slice", "dynamic-update-slice", "bitcast"} else set()
+    kinds |= {"fill"} if opcodes & {"broadcast", "constant"} else set()
     return _Candidate(
         instruction,
         names=frozenset(_kernel(name) for name in (instruction.name, *(i.name for i in roots if i.opcode == "sort"))),
-        shared=frozenset(map(_kernel, equal.get(instruction.deduplicated_name, ()))),
+        shared=instruction.deduplicated_name,
         written=frozenset(_plain(_kernel(name)) for names in written for name in names if name),
-        opcodes=frozenset(i.opcode for i in (instruction, *roots)),
-        libraries=tuple(kernels for name, kernels in _LIBRARIES.items() if target is not None and name in target[0]),
+        kinds=frozenset(kinds),
+        several=instruction.opcode == "custom-call" or bool(kinds & _LIBRARIES.keys()) or "sort" in opcodes,
     )
 
 
-def _positions(candidates: Sequence[_Candidate], names: Callable[[_Candidate], frozenset[str]]) -> dict[str, list[int]]:
+def _positions(candidates: Sequence[_Candidate], names: Callable[[_Candidate], Collection[str]]) -> dict[str, list[int]]:
     """Return name -> positions of the instructions whose kernels may have it, ascending."""
     found: dict[str, list[int]] = {}
     for at, candidate in enumerate(candidates):
