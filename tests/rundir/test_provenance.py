@@ -53,7 +53,8 @@ restored, metadata = checkpoints.restore(jax.tree.map(lambda x: jax.ShapeDtypeSt
 printed = io.StringIO()
 with contextlib.redirect_stdout(printed):
     status = run(["--version"])
-print(json.dumps([metadata["step"], restored["w"].tolist(), metadata["versions"]["ridgeline"], code_state().version, status, printed.getvalue()]))
+versions = [metadata["versions"]["ridgeline"], code_state().version, printed.getvalue()]
+print(json.dumps([status, metadata["step"], restored["w"].tolist(), versions]))
 """
 
 
@@ -62,4 +63,4 @@ def test_a_checkout_that_is_not_installed_saves_and_has_the_version_unknown(tmp_
     arguments = [sys.executable, "-c", CHECKOUT, str(tmp_path / "checkpoints")]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=120, check=False, env={**os.environ, "JAX_PLATFORMS": "cpu"})
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == [3, [0, 1, 2, 3, 4, 5], "unknown", "unknown", 0, "ridgeline unknown\n"]
+    assert json.loads(done.stdout.splitlines()[-1]) == [0, 3, [0, 1, 2, 3, 4, 5], ["unknown", "unknown", "ridgeline unknown\n"]]
