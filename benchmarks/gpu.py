@@ -204,7 +204,7 @@ class Bench:
                 tokens = config.data.batch_size * config.data.seq_len
                 return found | {
                     "rows": config.data.batch_size, "tokens_per_s": tokens / found["step_s"], "attempts": attempt + 1,
-                    "environment": [f"{s.name}={s.value}" for s in settings if s.chosen == "ridge"],
+                    "environment": [s.text for s in settings if s.chosen == "ridge"],
                     "achieved_flops_per_s": flops_per_token(config) * tokens / found["step_s"],
                 }  # fmt: skip
             if "RESOURCE_EXHAUSTED" not in done.stderr or config.data.batch_size == 1:

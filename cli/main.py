@@ -162,9 +162,9 @@ class LazyGroup(click.Group):
 
 def _print_version(ctx: click.Context, _: click.Parameter, value: bool) -> None:
     if value:
-        from importlib.metadata import version
+        from ridgeline.rundir.provenance import own_version
 
-        click.echo(f"ridgeline {version('ridgeline')}")
+        click.echo(f"ridgeline {own_version()}")
         ctx.exit()
 
 

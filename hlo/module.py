@@ -78,6 +78,12 @@ class Instruction:
         return found.group(1) if found else ""
 
     @property
+    def deduplicated_name(self) -> str:
+        """Name of an equal instruction, whose kernel XLA may use for both; '' when XLA recorded none."""
+        found = re.search(r'deduplicated_name="([^"]*)"', self.attributes)
+        return found.group(1) if found else ""
+
+    @property
     def called(self) -> tuple[str, ...]:
         """Names of the computations this instruction calls (condition and body of a while, the body of a fusion, branches, ...)."""
         lists = re.findall(r"(?:calls|branch_computations|called_computations)=\{([^}]*)\}", self.attributes)

@@ -191,14 +191,17 @@ def _axis(data: bytes, start: int, end: int) -> tuple[str, int]:
     return name, size
 
 
+_METADATA_TEXTS = {2: "op_name", 3: "source_file", 12: "deduplicated_name"}
+
+
 def metadata_text(data: bytes, raw: RawInstruction) -> str:
-    """Return `metadata={op_name="..." source_file="..." source_line=...}`; '' without metadata."""
+    """Return `metadata={op_name="..." source_file="..." source_line=... deduplicated_name="..."}`; '' without metadata."""
     parts = []
     for start, end in raw.messages.get(7, []):
         for number, _, begin, stop in fields(data, start, end):
-            if number in (2, 3):
+            if number in _METADATA_TEXTS:
                 text = decode_text(data, begin, stop).replace('"', "'")
-                parts.append(f'{"op_name" if number == 2 else "source_file"}="{text}"')
+                parts.append(f'{_METADATA_TEXTS[number]}="{text}"')
             elif number in (4, 15):
                 parts.append(f"{'source_line' if number == 4 else 'stack_frame_id'}={varint(data, begin)[0]}")
     return f"metadata={{{' '.join(parts)}}}" if parts else ""

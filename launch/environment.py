@@ -13,7 +13,6 @@ import importlib.util
 import os
 import pwd
 import re
-import shlex
 import stat
 import subprocess
 import sys
@@ -45,6 +44,8 @@ WIDEST_TENSOR = 2
 DETERMINISTIC_OPS = "--xla_gpu_exclude_nondeterministic_ops"
 KERNEL_CHOICES = "--xla_gpu_per_fusion_autotune_cache_dir"
 _UNKNOWN = re.compile(r"Unknown flags? in XLA_FLAGS:(.*)")
+_FLAG = re.compile(r"""(-[\w-]*=)(?:('[^']*')|("(?:[^"\\]|\\.)*"))|([^ \t\r\n]+)""", re.A | re.S)
+"""A flag with a value in quotes (name and `=`, value in single or double quotes), or any other word."""
 _PARSES_FLAGS = "from jaxlib import xla_client; xla_client.make_cpu_client()"
 _FLAGS_TIMEOUT_S = 120
 
@@ -54,7 +55,8 @@ class Setting:
     """One variable or XLA flag."""
 
     name: str
-    value: str
+    value: str | None
+    """None: a flag without `=`."""
     reason: str
     chosen: Literal["ridge", "user", "dropped"] = "ridge"
     """dropped: not passed, because the installed jaxlib does not support it."""
@@ -63,6 +65,11 @@ class Setting:
     def is_flag(self) -> bool:
         """Whether this is an XLA flag, not a variable."""
         return self.name.startswith("--")
+
+    @property
+    def text(self) -> str:
+        """`NAME=VALUE`, or the name of a flag without `=`."""
+        return self.name if self.value is None else f"{self.name}={self.value}"
 
 
 @dataclass(frozen=True)
@@ -94,7 +101,8 @@ def choose(host: Host, config: Config, env: Mapping[str, str], unknown: Callable
             settings.append(Setting(setting.name, env[setting.name], "set in the environment", "user"))
         else:
             settings.append(setting)
-    settings += [Setting(name, flag[len(name) + 1 :], "set in XLA_FLAGS", "user") for name, flag in own_flags.items()]
+    for name, flag in own_flags.items():
+        settings.append(Setting(name, None if flag == name else flag[len(name) + 1 :], "set in XLA_FLAGS", "user"))
     flags = [_flag(setting) for setting in settings if setting.is_flag]
     refused = set(unknown(flags)) if flags else set()
     if host.generation is not None and config.runtime.deterministic:
@@ -192,10 +200,11 @@ def _check_deterministic(host: Host, settings: Sequence[Setting], refused: set[s
             continue
         if _flag(setting) in refused:
             raise UserError(f"runtime.deterministic=true: jaxlib {host.jaxlib} does not support {setting.name}; set it to false")
+        value = (setting.value or "").lower()
         wanted = {DETERMINISTIC_OPS: ("true", "1", ""), KERNEL_CHOICES: None}.get(setting.name, ("none",))
-        if setting.chosen == "user" and (setting.value == "" if wanted is None else setting.value.lower() not in wanted):
+        if setting.chosen == "user" and (value == "" if wanted is None else value not in wanted):
             where = "in XLA_FLAGS " if setting.is_flag else ""
-            raise UserError(f"runtime.deterministic=true: {setting.name}={setting.value} {where}contradicts it; unset one of the two")
+            raise UserError(f"runtime.deterministic=true: {setting.text} {where}contradicts it; unset one of the two")
 
 
 def layer_bytes(config: Config, dtype: str) -> int:
@@ -235,6 +244,7 @@ def apply(settings: Sequence[Setting], env: MutableMapping[str, str]) -> None:
     """Set the chosen variables and flags in `env`. The user's variables stay; flags that jaxlib does not support are removed."""
     for setting in settings:
         if setting.chosen == "ridge" and not setting.is_flag:
+            assert setting.value is not None
             env[setting.name] = setting.value
     if any(setting.is_flag for setting in settings):
         env["XLA_FLAGS"] = " ".join(_flag(setting) for setting in settings if setting.is_flag and setting.chosen != "dropped")
@@ -273,17 +283,25 @@ def lines(settings: Sequence[Setting]) -> list[str]:
     """Return the lines to print: each setting with its reason."""
     if not settings:
         return []
-    width = max(len(f"{setting.name}={setting.value}") for setting in settings)
+    width = max(len(setting.text) for setting in settings)
     verb = {"ridge": "", "user": "", "dropped": "NOT PASSED: "}
-    return ["environment:", *(f"  {f'{s.name}={s.value}':<{width}}  {verb[s.chosen]}{s.reason}" for s in settings)]
+    return ["environment:", *(f"  {s.text:<{width}}  {verb[s.chosen]}{s.reason}" for s in settings)]
 
 
 def split_flags(text: str) -> list[str]:
-    """Split the value of XLA_FLAGS. Raises UserError for unbalanced quotes."""
-    try:
-        return shlex.split(text)
-    except ValueError as error:
-        raise UserError(f"XLA_FLAGS='{text}': {error}") from None
+    """Split the value of XLA_FLAGS, without quotes, as XLA does (xla/parse_flags_from_env.cc). Raises UserError for unbalanced quotes.
+
+    Quotes count only around a whole value; inside double quotes a backslash takes the next character as it is.
+    """
+    found = []
+    for name, single, double, word in _FLAG.findall(text):
+        if name:
+            found.append(name + (re.sub(r"\\(.)", r"\1", double[1:-1], flags=re.S) if double else single[1:-1]))
+        elif re.match(r"-[\w-]*=['\"]", word, re.A):
+            raise UserError(f"XLA_FLAGS='{text}': no closing quotation mark behind {name_of(word)}=")
+        else:
+            found.append(word)
+    return found
 
 
 def name_of(flag: str) -> str:
@@ -337,9 +355,14 @@ def _supported_file(flags: Sequence[str], env: Mapping[str, str]) -> Path | None
 
 
 def _flag(setting: Setting) -> str:
-    if not setting.value:
-        return setting.name
-    return f"{setting.name}='{setting.value}'" if " " in setting.value else f"{setting.name}={setting.value}"
+    """Return a flag as split_flags reads it."""
+    value = setting.value
+    if value is None or not re.search(r"^['\"]|[ \t\r\n]", value):
+        return setting.text
+    if "'" not in value:
+        return f"{setting.name}='{value}'"
+    escaped = re.sub(r'(["\\])', r"\\\1", value)
+    return f'{setting.name}="{escaped}"'
 
 
 def _pinned_gib(config: Config, cluster: Cluster) -> int | None:

@@ -17,6 +17,8 @@ from tests.explain.xspace import hlo_proto, serialized_hlo
 
 HERE = Path(__file__).parent
 GPU_SCAN = (HERE / "gpu_scan.hlo.txt").read_text()
+COMPARED = ("name", "opcode", "shapes", "operands", "parameter_number", "op_name", "deduplicated_name", "called", "trip_count")
+COMPARED += ("in_host_memory",)
 GROUPS = """HloModule t, num_partitions=8
 
 %add (x: f32[], y: f32[]) -> f32[] {
@@ -55,7 +57,7 @@ def same(text: str, serialized: bytes) -> None:
     assert (found.name, found.entry, found.computations.keys()) == (expected.name, expected.entry, expected.computations.keys())
     for name, computation in expected.computations.items():
         for one, other in zip(computation.instructions, found.computations[name].instructions, strict=True):
-            for key in ("name", "opcode", "shapes", "operands", "parameter_number", "op_name", "called", "trip_count", "in_host_memory"):
+            for key in COMPARED:
                 assert getattr(one, key) == getattr(other, key), key
             assert expected.source(one) == found.source(other)
             if one.shapes and one.shapes[0].dtype in ("s32", "u32", "s64", "u64"):
@@ -70,6 +72,15 @@ def test_compiled_programs_are_read_as_their_text_is():
     for function, arguments in compiled_programs():
         (module,) = function.lower(*arguments).compile().runtime_executable().hlo_modules()
         same(module.to_string(), hlo_proto(module))
+
+
+def test_names_of_equal_instructions_are_read_as_in_the_text():
+    named = GROUPS.replace("GROUPS", "{{0,1,2,3,4,5,6,7}}").replace(
+        "to_apply=%add\n}", 'to_apply=%add, metadata={op_name="a/b" deduplicated_name="all-reduce.7" stack_frame_id=3}\n}'
+    )
+    module = hlo_module_from_text(named)
+    assert read_module(hlo_proto(module)).computations["main"].instructions[-1].deduplicated_name == "all-reduce.7"
+    same(module.to_string(), hlo_proto(module))
 
 
 @pytest.mark.parametrize("file", ["gpu_scan.hlo.txt", "../explain/trace_gpu.hlo.txt"])

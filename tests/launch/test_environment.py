@@ -160,6 +160,63 @@ def test_the_users_settings_are_kept() -> None:
     assert any("reduce_scatter_combine" in flag for flag in flags)
 
 
+VALUES = {
+    "none": ("", None),
+    "empty": ("=", ""),
+    "empty in quotes": ("=''", ""),
+    "a word": ("=true", "true"),
+    "another =": ("=a=b", "a=b"),
+    "only =": ("==", "="),
+    "spaces in single quotes": ("='a  b'", "a  b"),
+    "spaces in double quotes": ('="a b"', "a b"),
+    "a tab": ("='a\tb'", "a\tb"),
+    "a single quote between spaces": ('="it\'s it"', "it's it"),
+    "double quotes between spaces": ("='say \"a b\"'", 'say "a b"'),
+    "both quotes, a backslash and spaces": (r"""="a'b \"c\" \\d" """.rstrip(), r"""a'b "c" \d"""),
+    "quotes inside a word": ('={"a":1}', '{"a":1}'),
+    "an apostrophe inside a word": ("=it's", "it's"),
+    "a quote at the beginning": ('="\'a"', "'a"),
+    "a backslash": (r"=a\b", r"a\b"),
+}
+"""What is written behind the name of a flag, and its value as XLA reads it (xla/parse_flags_from_env.cc); None: no value."""
+
+
+@pytest.mark.parametrize(("written", "value"), VALUES.values(), ids=VALUES.keys())
+@pytest.mark.parametrize("generation", [None, "hopper"])
+def test_a_users_flag_keeps_its_value_whatever_it_is(written: str, value: str | None, generation: str | None) -> None:
+    name = "--xla_gpu_enable_command_buffer"
+    env = {"XLA_FLAGS": f"--xla_first=1 {name}{written}\n --xla_last"}
+    settings = choose(Host(generation, "9.9", None), CONFIG, env, supports_all)
+    assert next(setting.value for setting in settings if setting.name == name) == value
+    apply(settings, env)
+    argument = name if value is None else f"{name}={value}"
+    assert {argument, "--xla_first=1", "--xla_last"} <= set(split_flags(env["XLA_FLAGS"]))
+    assert split_flags(env["XLA_FLAGS"]).count(argument) == 1
+    assert any(line.startswith(f"  {argument} ") for line in lines(settings))
+
+
+def test_xla_reads_the_flags_as_they_are_read_and_written_here(tmp_path: Path) -> None:
+    """XLA lists the flags that it does not know, as it read them."""
+    script = "from jaxlib import xla_client; xla_client.make_cpu_client()"
+    values = {f"--xla_never_was_{number}": found for number, found in enumerate(VALUES.values())}
+    env = {"XLA_FLAGS": " ".join(name + written for name, (written, _) in values.items())}
+    arguments = [name if value is None else f"{name}={value}" for name, (_, value) in values.items()]
+    given = env["XLA_FLAGS"]
+    apply(choose(Host(None, "9.9", None), CONFIG, env, supports_all), env)
+    for flags in (given, env["XLA_FLAGS"]):
+        assert split_flags(flags) == arguments
+        variables = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+        done = subprocess.run([sys.executable, "-c", script], env=variables, capture_output=True, text=True, timeout=60, check=False)
+        (listed,) = [line for line in done.stderr.splitlines() if "Unknown flag" in line]
+        assert listed.partition("XLA_FLAGS: ")[2].endswith(" ".join(arguments))
+
+
+@pytest.mark.parametrize("flags", ["--xla_a='b", '--xla_a="b c', "--xla_b='c' --xla_a='"])
+def test_an_unbalanced_quote_in_a_flag_is_refused(flags: str) -> None:
+    with pytest.raises(UserError, match="quot"):
+        split_flags(flags)
+
+
 def test_a_flag_that_jaxlib_does_not_support_is_dropped_and_reported() -> None:
     env = {"XLA_FLAGS": "--xla_gone=true --xla_dump_to=/tmp/x"}
     host = Host("hopper", "9.9", None)
