@@ -117,33 +117,32 @@ def experts(rng: np.random.Generator, tiny: bool) -> Iterator[Check]:
 
     count, inputs, outputs, assignments = (4, 128, 128, 96) if tiny else (8, 512, 768, 3000)
     for left, right in (("bfloat16", "bfloat16"), ("float8_e4m3fn", "float8_e4m3fn"), ("float8_e5m2", "float8_e4m3fn")):
-        for block in (32,) if tiny else (64, 128):
-            kernel = Blocks(block, interpret=tiny)
-            load = rng.multinomial(assignments, rng.dirichlet(np.full(count, 0.5))).astype(np.int32)
-            load[rng.integers(count)] = 0
-            total = int(load.sum())
-            rows = kernel.rows(total, count)
-            starts = np.asarray(kernel.starts(jnp.asarray(load), total))
-            owner = np.full(rows, -1)
-            for expert in range(count):
-                owner[starts[expert] : starts[expert] + load[expert]] = expert
-            used = owner >= 0
+        kernel = Blocks(interpret=tiny)
+        load = rng.multinomial(assignments, rng.dirichlet(np.full(count, 0.5))).astype(np.int32)
+        load[rng.integers(count)] = 0
+        total = int(load.sum())
+        rows = kernel.rows(total, count)
+        starts = np.asarray(kernel.starts(jnp.asarray(load), total))
+        owner = np.full(rows, -1)
+        for expert in range(count):
+            owner[starts[expert] : starts[expert] + load[expert]] = expert
+        used = owner >= 0
 
-            def drawn(*shape: int, dtype: str) -> Any:
-                return jnp.asarray(rng.standard_normal(shape), jnp.float32).astype(dtype)
+        def drawn(*shape: int, dtype: str) -> Any:
+            return jnp.asarray(rng.standard_normal(shape), jnp.float32).astype(dtype)
 
-            x, w, y = drawn(rows, inputs, dtype=left), drawn(inputs, count, outputs, dtype=right), drawn(rows, outputs, dtype=right)
-            x, y = (jnp.where(used[:, None], v.astype(jnp.float32), 0).astype(v.dtype) for v in (x, y))
-            wide = [np.asarray(v.astype(jnp.float32)) for v in (x, w, y)]
-            label = f"{left} x {right}, blocks of {block}"
-            straight = np.stack([wide[0][r] @ wide[1][:, owner[r]] if used[r] else np.zeros(outputs) for r in range(rows)])
-            found = jax.jit(kernel.matmul)(x, w, load)
-            yield f"rows, {label}", error(np.asarray(found.astype(jnp.float32))[used], straight[used]), ROUNDING
-            back = jax.jit(partial(kernel.matmul, transposed=True))(x, jnp.swapaxes(w, 0, 2), load)
-            yield f"rows, transposed, {label}", error(np.asarray(back.astype(jnp.float32))[used], straight[used]), ROUNDING
-            outer = jax.jit(partial(kernel.outer, dtype=jnp.dtype("float32")))(x, y, load)
-            expected = np.stack([wide[0][owner == e].T @ wide[2][owner == e] for e in range(count)], 1)
-            yield f"gradient of weights, {label}", error(outer, expected), 1e-3
+        x, w, y = drawn(rows, inputs, dtype=left), drawn(inputs, count, outputs, dtype=right), drawn(rows, outputs, dtype=right)
+        x, y = (jnp.where(used[:, None], v.astype(jnp.float32), 0).astype(v.dtype) for v in (x, y))
+        wide = [np.asarray(v.astype(jnp.float32)) for v in (x, w, y)]
+        label = f"{left} x {right}"
+        straight = np.stack([wide[0][r] @ wide[1][:, owner[r]] if used[r] else np.zeros(outputs) for r in range(rows)])
+        found = jax.jit(kernel.matmul)(x, w, load)
+        yield f"rows, {label}", error(np.asarray(found.astype(jnp.float32))[used], straight[used]), ROUNDING
+        back = jax.jit(partial(kernel.matmul, transposed=True))(x, jnp.swapaxes(w, 0, 2), load)
+        yield f"rows, transposed, {label}", error(np.asarray(back.astype(jnp.float32))[used], straight[used]), ROUNDING
+        outer = jax.jit(partial(kernel.outer, dtype=jnp.dtype("float32")))(x, y, load)
+        expected = np.stack([wide[0][owner == e].T @ wide[2][owner == e] for e in range(count)], 1)
+        yield f"gradient of weights, {label}", error(outer, expected), 1e-3
 
 
 def float8(rng: np.random.Generator, tiny: bool) -> Iterator[Check]:

@@ -16,7 +16,7 @@ from ridgeline.configs.model_schema import ModelConfig
 from ridgeline.configs.pipeline import of_stage, stored_by_stage
 from ridgeline.configs.schema import Config
 from ridgeline.planner.adapters import AdaptedMatrix, adapted_matrices, base_scales
-from ridgeline.planner.experts import block_rows, buffer_rows, exchange_method, peer_slots
+from ridgeline.planner.experts import BLOCK, buffer_rows, exchange_method, peer_slots
 from ridgeline.planner.parameters import (
     all_mlp_matmul_parameters,
     attention_matmul_parameters,
@@ -205,7 +205,7 @@ class LocalSizes:
         moe = self.model.moe
         if moe is None or self.config.compute.experts.capacity_factor is not None:
             return self.expert_rows
-        padding = moe.experts // self.expert * block_rows(moe.experts) // 2
+        padding = moe.experts // self.expert * BLOCK // 2
         return min(self.expert_rows, self.tokens * moe.experts_per_token + padding)
 
     @cached_property

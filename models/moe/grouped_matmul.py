@@ -9,8 +9,9 @@ Legend: R rows of the buffer, E experts, I inputs, O outputs, A assignments of t
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from ridgeline.models.moe.float8_dot import float8_dot, lower_for_gpus
-from ridgeline.planner.experts import TILE, block_rows, filled_share, padded_rows
+from ridgeline.planner.experts import BLOCK, TILE, filled_share, padded_rows
 
 
 def is_float8(x: jax.Array) -> bool:
@@ -108,6 +109,27 @@ def _split(x_RI: jax.Array, experts: int) -> jax.Array:
     return x_RI.reshape(experts, -1, x_RI.shape[-1])
 
 
+class Tiling(NamedTuple):
+    """How a kernel cuts its work. A size that does not divide that of the operands is halved until it does: all are powers of 2."""
+
+    width: int
+    """Outputs of a tile of the result."""
+    depth: int
+    """Inputs, of weight gradients rows, that one step of the sum multiplies."""
+    warps: int
+    stages: int
+    """Steps whose operands are in shared memory or on their way there."""
+    height: int = BLOCK
+    """Inputs of a tile of a weight gradient. Other results have tiles of whole blocks."""
+
+
+MATMUL, OUTER = Tiling(256, 64, warps=8, stages=3), Tiling(256, 64, warps=8, stages=4)
+"""The fastest of 15 and 11 on an H200 with jax 0.11.2 (benchmarks/gpu_experts.py): 545 to 623 and 621 TFLOP/s, where tiles of 128 outputs
+reach 524 to 590, and of 64 x 128 a weight gradient 501. A fourth stage changes matmuls by less than 2 %."""
+MATMUL_FLOAT8, OUTER_FLOAT8 = Tiling(128, 128, warps=8, stages=3), Tiling(128, 128, warps=8, stages=3, height=64)
+"""Not timed."""
+
+
 @dataclass(frozen=True)
 class Blocks:
     """Pallas kernels (Triton) for NVIDIA GPUs: the rows of each expert are padded to whole blocks, so that a block has one expert.
@@ -115,12 +137,14 @@ class Blocks:
     Inputs and outputs are padded to whole tiles: of gpt-oss over tensor=8, whose experts have 360 outputs on a device, to 384.
     """
 
-    block: int
+    block: int = BLOCK
     filled: float = 1.0
     """Assignments of a device with equal loads, as a share of the most that it has room for. Blocks without rows are skipped: the FLOPs
     that the kernels state, which readers of the compiled step use, are those of the others."""
     interpret: bool = False
     """Use Pallas's interpreter on any platform, for tests."""
+    tiling: Tiling | None = None
+    """Instead of those above, for benchmarks."""
 
     def rows(self, assignments: int, experts: int) -> int:
         """Return A + E * (block - 1), in whole blocks: more are never needed."""
@@ -139,38 +163,40 @@ class Blocks:
             w_IEO, transposed = w_IEO.transpose((2, 1, 0)), True
         (rows, inputs), experts = x_RI.shape, w_IEO.shape[1]
         outputs = w_IEO.shape[0 if transposed else 2]
-        block, tile = self.block, _tile(outputs)
-        depth = _tile(inputs) if narrow else TILE  # as many bytes
+        tiling = self.tiling or (MATMUL_FLOAT8 if narrow else MATMUL)
+        block, width, depth = self.block, math.gcd(tiling.width, outputs), math.gcd(tiling.depth, inputs)
+        columns = outputs // width
         ends_E = jnp.cumsum(self._blocks(load_E))
         expert_X = jnp.searchsorted(ends_E, jnp.arange(rows // block), side="right", method="compare_all").astype(jnp.int32)
 
         def kernel(expert_ref: Any, x_ref: Any, w_ref: Any, y_ref: Any) -> None:
             expert = expert_ref[0]
-            columns = pl.ds(pl.program_id(1) * tile, tile)
+            tile = pl.ds(pl.program_id(0) % columns * width, width)
 
             def add(step: jax.Array, total: jax.Array) -> jax.Array:
                 part = pl.ds(step * depth, depth)
-                w = w_ref[columns, expert, part] if transposed else w_ref[part, expert, columns]
+                w = w_ref[tile, expert, part] if transposed else w_ref[part, expert, tile]
                 if narrow:
                     return float8_dot(x_ref[:, part], w.T, total)
                 return total + triton.dot(x_ref[:, part], w, trans_b=transposed)
 
             # Blocks beyond the last expert's have no inputs, and results of 0.
             steps = jnp.where(expert < experts, jnp.int32(inputs // depth), jnp.int32(0))
-            total = jax.lax.fori_loop(jnp.int32(0), steps, add, jnp.zeros((block, tile), jnp.float32))
+            total = jax.lax.fori_loop(jnp.int32(0), steps, add, jnp.zeros((block, width), jnp.float32))
             y_ref[...] = total.astype(y_ref.dtype)
 
+        # All tiles of a block follow each other: its rows are still in the L2 cache. Of two dims of a grid the first is the fastest.
         y_RO = pl.pallas_call(
             kernel,
-            grid=(rows // block, outputs // tile),
+            grid=(rows // block * columns,),
             in_specs=[
-                pl.BlockSpec((1,), lambda i, j: (i,)),
-                pl.BlockSpec((block, inputs), lambda i, j: (i, 0)),
-                pl.BlockSpec(w_IEO.shape, lambda i, j: (0, 0, 0)),
+                pl.BlockSpec((1,), lambda p: (p // columns,)),
+                pl.BlockSpec((block, inputs), lambda p: (p // columns, 0)),
+                pl.BlockSpec(w_IEO.shape, lambda p: (0, 0, 0)),
             ],
-            out_specs=pl.BlockSpec((block, tile), lambda i, j: (i, j)),
+            out_specs=pl.BlockSpec((block, width), lambda p: (p // columns, p % columns)),
             out_shape=jax.ShapeDtypeStruct((rows, outputs), jnp.bfloat16 if narrow else x_RI.dtype),
-            compiler_params=self._parameters,
+            compiler_params=triton.CompilerParams(num_warps=tiling.warps, num_stages=tiling.stages),
             interpret=self.interpret,
             name="expert_matmul",
             metadata={"flops": str(2 * self._multiplied(rows, experts) * inputs * outputs)},
@@ -182,16 +208,17 @@ class Blocks:
         wanted = x_RI.shape[1], y_RO.shape[1]
         x_RI, y_RO = _whole_tiles(x_RI, 1), _whole_tiles(y_RO, 1)
         (rows, inputs), outputs, experts = x_RI.shape, y_RO.shape[1], load_E.shape[0]
-        block, height, width = self.block, TILE, _tile(outputs)
         narrow = self._narrow(x_RI)
+        tiling = self.tiling or (OUTER_FLOAT8 if narrow else OUTER)
+        height, width, depth = math.gcd(tiling.height, inputs), math.gcd(tiling.width, outputs), math.gcd(tiling.depth, self.block)
         left, right = (x_RI.T, y_RO.T) if narrow else (x_RI, y_RO)
-        blocks_E = self._blocks(load_E)
-        ends_E = jnp.cumsum(blocks_E)
-        range_E2 = jnp.stack([ends_E - blocks_E, ends_E], -1).astype(jnp.int32)
+        steps_E = self._blocks(load_E) * (self.block // depth)
+        ends_E = jnp.cumsum(steps_E)
+        range_E2 = jnp.stack([ends_E - steps_E, ends_E], -1).astype(jnp.int32)
 
         def kernel(range_ref: Any, x_ref: Any, y_ref: Any, w_ref: Any) -> None:
             def add(index: jax.Array, total: jax.Array) -> jax.Array:
-                part = pl.ds(index * block, block)
+                part = pl.ds(index * depth, depth)
                 if narrow:
                     return float8_dot(x_ref[:, part], y_ref[:, part].T, total)
                 return total + triton.dot(x_ref[part, :], y_ref[part, :], trans_a=True)
@@ -209,7 +236,7 @@ class Blocks:
             ],
             out_specs=pl.BlockSpec((height, None, width), lambda i, j, e: (i, e, j)),
             out_shape=jax.ShapeDtypeStruct((inputs, experts, outputs), dtype),
-            compiler_params=self._parameters,
+            compiler_params=triton.CompilerParams(num_warps=tiling.warps, num_stages=tiling.stages),
             interpret=self.interpret,
             name="expert_weight_gradient",
             metadata={"flops": str(2 * self._multiplied(rows, experts) * inputs * outputs)},
@@ -221,10 +248,6 @@ class Blocks:
         if is_float8(x) and not self.interpret:
             lower_for_gpus()
         return is_float8(x)
-
-    @property
-    def _parameters(self) -> triton.CompilerParams:
-        return triton.CompilerParams(num_warps=4 if self.block <= 64 else 8, num_stages=3)
 
     def _multiplied(self, rows: int, experts: int) -> int:
         """Return the rows of a buffer of `rows` that are multiplied with equal loads: each expert's last block is half full."""
@@ -240,10 +263,6 @@ class Blocks:
 def _whole_tiles(x: jax.Array, *axes: int) -> jax.Array:
     """Return x with zeros after its values along these axes, up to a multiple of TILE."""
     return jnp.pad(x, [(0, -size % TILE if axis in axes else 0) for axis, size in enumerate(x.shape)])
-
-
-def _tile(outputs: int) -> int:
-    return 2 * TILE if outputs % (2 * TILE) == 0 else TILE
 
 
 def choose_kernel(
@@ -262,5 +281,5 @@ def choose_kernel(
     if capacity_factor is not None:
         return Capacity()
     if platform in ("gpu", "cuda") and dtype == jnp.bfloat16:
-        return Blocks(block_rows(experts), filled=filled_share(experts, per_token, groups))
+        return Blocks(filled=filled_share(experts, per_token, groups))
     return Ragged()

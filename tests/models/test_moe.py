@@ -56,7 +56,7 @@ def test_experts_are_chosen_as_by_sorting(score: Any, groups: dict[str, Any]) ->
             np.testing.assert_allclose(choice.weights_BTK[0, token], weights, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kernel", [Ragged(), Capacity(), Blocks(16)])
+@pytest.mark.parametrize("kernel", [Ragged(), Capacity(), Blocks(16), Blocks()])
 def test_every_assignment_has_one_row_of_its_expert_or_is_dropped(kernel: Any) -> None:
     for seed, factor in enumerate((None, 0.5, 0.9, 3.0)):
         factor = 5.0 if factor is None and isinstance(kernel, Capacity) else factor
@@ -79,12 +79,17 @@ def test_every_assignment_has_one_row_of_its_expert_or_is_dropped(kernel: Any) -
             assert mine.tolist() == sorted(mine, reverse=True)
 
 
-@pytest.mark.parametrize(("width", "hidden"), [(64, 128), (90, 45), (64, 200)])
-@pytest.mark.parametrize("loads", [[5, 0, 20, 39, 0], [0, 0, 0, 64, 0], [16, 16, 16, 0, 16]])
-def test_the_pallas_kernels_multiply_each_row_with_the_matrix_of_its_expert(loads: list[int], width: int, hidden: int) -> None:
-    kernel, rng = Blocks(16, interpret=True), np.random.default_rng(0)
-    assignment_R, row_A, load_E = _place(kernel, jnp.repeat(jnp.arange(5), np.array(loads), total_repeat_length=64), 5, 64)
-    x_SD, w_DEF, y_SF = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((64, width), (width, 5, hidden), (64, hidden)))
+@pytest.mark.parametrize(("width", "hidden"), [(64, 128), (90, 45), (64, 200), (256, 384), (130, 512)])
+@pytest.mark.parametrize(
+    ("block", "loads"),
+    [(16, [5, 0, 20, 39, 0]), (16, [0, 0, 0, 64, 0]), (16, [16, 16, 16, 0, 16]), (128, [5, 0, 300, 39, 0]), (128, [128, 0, 0, 256, 1])],
+)
+def test_the_pallas_kernels_multiply_each_row_with_the_matrix_of_its_expert(block: int, loads: list[int], width: int, hidden: int) -> None:
+    kernel, rng, total = Blocks(block, interpret=True), np.random.default_rng(0), sum(loads)
+    assignment_R, row_A, load_E = _place(kernel, jnp.repeat(jnp.arange(5), np.array(loads), total_repeat_length=total), 5, total)
+    x_SD, w_DEF, y_SF = (
+        jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((total, width), (width, 5, hidden), (total, hidden))
+    )
     expert_S = np.repeat(np.arange(5), loads)
     x_RD, y_RF = (a.at[assignment_R].get(mode="fill", fill_value=0) for a in (x_SD, y_SF))
     found = kernel.matmul(x_RD, w_DEF, load_E)[row_A]
@@ -93,6 +98,44 @@ def test_the_pallas_kernels_multiply_each_row_with_the_matrix_of_its_expert(load
     np.testing.assert_allclose(found, np.einsum("sf,dsf->sd", y_SF, w_DEF[:, expert_S]), atol=1e-4)
     wanted = np.stack([np.asarray(x_SD)[expert_S == e].T @ np.asarray(y_SF)[expert_S == e] for e in range(5)], 1)
     np.testing.assert_allclose(kernel.outer(x_RD, y_RF, load_E, jnp.dtype("float32")), wanted, atol=1e-4)
+
+
+def _launched(kernel: Blocks, inputs: int, outputs: int) -> list[Any]:
+    """Grid mappings of matmul, transposed matmul and outer, for two experts."""
+    x_RI, y_RO, w_IEO, load_E = (
+        jax.ShapeDtypeStruct(shape, dtype)
+        for shape, dtype in (
+            ((512, inputs), jnp.bfloat16),
+            ((512, outputs), jnp.bfloat16),
+            ((inputs, 2, outputs), jnp.bfloat16),
+            ((2,), jnp.int32),
+        )
+    )
+    traced = [
+        jax.make_jaxpr(kernel.matmul)(x_RI, w_IEO, load_E),
+        jax.make_jaxpr(lambda *given: kernel.matmul(*given, transposed=True))(y_RO, w_IEO, load_E),
+        jax.make_jaxpr(lambda *given: kernel.outer(*given, jnp.dtype("float32")))(x_RI, y_RO, load_E),
+    ]
+    return [eqn.params["grid_mapping"] for jaxpr in traced for eqn in jaxpr.eqns if eqn.primitive.name == "pallas_call"]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "grids"),
+    [
+        (512, 768, ((12,), (8,), (4, 3, 2))),  # tiles of 256 outputs, of 128 inputs x 256
+        (384, 128, ((4,), (12,), (3, 1, 2))),  # 128
+        (320, 65, ((4,), (20,), (5, 1, 2))),  # 64, for 320 and 128 outputs; 64 x 128
+    ],
+)
+def test_tiles_are_as_wide_as_the_padded_widths_allow(inputs: int, outputs: int, grids: tuple[tuple[int, ...], ...]) -> None:
+    assert tuple(mapping.grid for mapping in _launched(Blocks(), inputs, outputs)) == grids
+
+
+def test_a_block_of_rows_is_multiplied_with_all_columns_before_the_next() -> None:
+    for mapping, columns in zip(_launched(Blocks(), 512, 768)[:2], (3, 2), strict=True):
+        where = mapping.block_mappings[-1].index_map_jaxpr
+        order = [tuple(map(int, jax.core.eval_jaxpr(where.jaxpr, where.consts, np.int32(p)))) for p in range(*mapping.grid)]
+        assert order == [(row, column) for row in range(4) for column in range(columns)]
 
 
 @pytest.mark.parametrize(("experts", "per_token", "groups"), [(8, 2, 1), (8, 2, 8), (64, 6, 4), (128, 8, 16), (256, 8, 8), (8, 4, 4)])
@@ -118,7 +161,7 @@ def test_the_flops_that_the_kernels_state_are_those_of_the_blocks_that_have_rows
 
 @pytest.mark.parametrize("kernel", [Blocks(16, interpret=True), Ragged()], ids=["pallas", "ragged"])
 def test_adapters_of_experts_have_any_rank(kernel: Any) -> None:
-    """The Pallas kernels multiply 64 columns at a time; a smaller rank is padded."""
+    """The Pallas kernels multiply 64 columns at a time, or more; a smaller rank is padded."""
     rng, width, hidden, experts, rank, scale = np.random.default_rng(1), 64, 128, 5, 3, 0.7
     loads = [5, 0, 20, 39, 0]
     assignment_R, row_A, load_E = _place(kernel, jnp.repeat(jnp.arange(5), np.array(loads), total_repeat_length=64), 5, 64)

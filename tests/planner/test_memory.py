@@ -235,12 +235,15 @@ def test_only_all_to_all_without_a_capacity_writes_into_zeros():
     assert placed(fsdp=16).written_in_place == (0, 0)
 
 
-@pytest.mark.parametrize("tensor", [1, 8])
-def test_the_planned_rows_of_experts_are_those_of_the_kernel(tensor):
+@pytest.mark.parametrize("mesh", [{"fsdp": 4}, {"fsdp": 4, "tensor": 8}, {"fsdp": 2, "expert": 16}], ids=str)
+def test_the_planned_rows_of_experts_are_those_of_the_kernel(mesh):
+    """The buffer's, and those that are multiplied: tokens and half a block of padding per expert."""
     from ridgeline.models.moe.grouped_matmul import choose_kernel
 
-    cut = placed(fsdp=4, tensor=tensor)
-    assert choose_kernel("gpu", jnp.dtype("bfloat16"), 128, 8, 1, None).rows(8 * cut.tokens, 128) == cut.expert_rows
+    cut, groups = placed(**mesh), mesh.get("expert", 1)
+    kernel = choose_kernel("gpu", jnp.dtype("bfloat16"), 128, 8, groups, None)
+    assert kernel.rows(8 * cut.tokens * groups, 128 // groups) == cut.expert_rows
+    assert cut.busy_rows == pytest.approx(kernel._multiplied(cut.expert_rows, 128 // groups), rel=0.002)
 
 
 def test_the_compiled_steps_span_what_the_model_is_used_for():
