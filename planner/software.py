@@ -62,9 +62,9 @@ class Software(Section):
     mesh_order: list[str] = list(MESH_AXES)
     """Mesh axes in the order of the devices, slowest-varying first."""
     grouped_rate: Fraction = 0.75
-    """Rate of the matmuls of experts over that of a matmul of the same size. Measured for the kernels of models/moe/grouped_matmul.py on an
-    H200 with jax 0.11.2 (benchmarks/gpu_experts.py, 32 experts x 4,096 rows, 2,048 x 768): rows times matrices 621 TFLOP/s, transposed 551,
-    gradients of matrices 621: together 0.75 of the 790 of a large matmul."""
+    """Rate of the matmuls of experts inside a step over that of a matmul of the same size. The default is estimated for grouped matmuls in
+    Triton against cuBLAS. Those of models/moe/grouped_matmul.py reach 597 TFLOP/s on an H200 in short runs (benchmarks/gpu_experts.py) and,
+    as they draw less power, inside a step too: 0.87 of the 682 of its other matmuls."""
     forwards_tokens: bool = False
     """Whether a token is sent once to each node with any of its experts, whose devices pass it on."""
     matmul_per_expert: bool = False
