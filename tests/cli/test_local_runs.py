@@ -10,7 +10,8 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -236,3 +237,22 @@ def test_a_point_that_trains_here_is_running_although_its_job_failed(tmp_path: P
         ("pending", True, None),
         ("not submitted", False, None),
     ]
+
+
+def test_a_run_reads_no_event_log_at_its_end_that_would_hold_its_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ridgeline.cli.commands import train
+    from ridgeline.rundir.events import EventLog
+    from ridgeline.trainer.loop import Outcome
+
+    log = EventLog(tmp_path / "events.jsonl", run="run")
+    with log.phase("train"):
+        log.emit("step", step=1, loss=2.0)
+    log.close()
+    outcome = cast(Outcome, SimpleNamespace(finished=True))
+    train.report_end(tmp_path, outcome)
+    assert "where the time went" in capsys.readouterr().out
+    monkeypatch.setattr(train, "SUMMARY_LOG_BYTES", (tmp_path / "events.jsonl").stat().st_size - 1)
+    train.report_end(tmp_path, outcome)
+    assert capsys.readouterr().out.startswith(f"no summary: {tmp_path / 'events.jsonl'} has ")

@@ -126,10 +126,13 @@ def explained(ledger: Ledger, took_s: float) -> None:
 
 
 def flat(run: soak.Soak) -> None:
-    """Later starts hold no more than earlier ones, and a long start no more than at its beginning. A failed save leaves waiting threads."""
+    """Later starts hold no more than earlier ones, and a long start no more than at its beginning. A failed save leaves waiting threads.
+
+    While the run trains: the summary at its end reads the event log, with memory for all of it (cli/commands/train.py has the limit).
+    """
     by_start: dict[int, list[soak.Sample]] = {}
     for sample in run.samples:
-        if sample.step > 5:
+        if 5 < sample.step < run.steps:
             by_start.setdefault(sample.restart, []).append(sample)
     filled = {fault.restart for fault in run.faults if fault.kind == "fill disk"}
     quiet = [samples for restart, samples in sorted(by_start.items()) if restart not in filled]
