@@ -99,7 +99,7 @@ class Link:
         self.record: Callable[[PeerEnd], None] = lambda end: None
         """Records the end of another process; called once, in a thread of its own."""
         self.position: Callable[[], dict[str, object]] = lambda: {**NOT_BEGUN}
-        """Returns what this process is doing, as JSON values; called in the thread of the connections."""
+        """Returns what this process is doing, as JSON values; called in a thread of its own."""
         self.report: Callable[[dict[int, object]], None] = lambda positions: None
         """Reports a survey: process -> its position, None where it did not answer; called in a thread of its own."""
         self._positions: dict[int, object] = {}
@@ -187,7 +187,7 @@ class Link:
     async def _survey_once(self) -> None:
         await self._ask_all()
         self._answered.set()
-        positions = {0: self.position(), **{other: self._positions.get(other) for other in self._connections}}
+        positions = {0: await asyncio.to_thread(self.position), **{other: self._positions.get(other) for other in self._connections}}
         await asyncio.to_thread(self.report, positions)
 
     def close(self) -> None:
@@ -236,7 +236,7 @@ class Link:
                 self._positions[process] = message["position"]
             elif message.get("where") is True:
                 with contextlib.suppress(Exception):  # this loop must go on: it notices the loss of process 0
-                    await connection.send({"position": self.position()})
+                    await connection.send({"position": await asyncio.to_thread(self.position)})
             elif message.get("surveyed") is True:
                 self._surveyed.set()
         connection.close()
