@@ -185,11 +185,11 @@ def _verdict(positions: Mapping[int, Position | None], names: Mapping[int, str],
 
 
 def _not_reached(positions: Mapping[int, Position | None], names: Mapping[int, str]) -> str:
-    """Say which processes have not begun the newest step of all, and so have not reached its collectives."""
+    """Say which processes have begun fewer steps than the others, and the first one whose collectives they have not reached."""
     begun = {process: position.begun for process, position in positions.items() if position is not None}
     newest = max(begun.values(), default=0)
     late = [process for process, step in begun.items() if step < newest]
-    return f"; in step {newest} not reached by {_list(late, names)}" if late else ""
+    return f"; in step {max(begun[process] for process in late) + 1} not reached by {_list(late, names)}" if late else ""
 
 
 def _verb(processes: Sequence[int]) -> str:

@@ -103,8 +103,6 @@ class Run:
 
     directory: Path
     ranks: list[subprocess.Popen[str]]
-    outputs: list[str] = field(default_factory=list)
-    codes: list[int] = field(default_factory=list)
     workers: list[int] = field(default_factory=list)
     """Processes of loaders that are stopped."""
 
@@ -132,9 +130,11 @@ class Run:
             pytest.fail(f"not ended by the watchdog:\n{self.logs()}")
         finally:
             self.kill()
-        self.codes = [rank.returncode for number, rank in enumerate(self.ranks) if number != frozen]
-        assert exit_codes.HANG in self.codes, self.logs()
-        assert set(self.codes) <= {exit_codes.HANG, exit_codes.LOST_PEER}, self.logs()
+        codes = {number: rank.returncode for number, rank in enumerate(self.ranks) if number != frozen}
+        assert exit_codes.HANG in codes.values(), self.logs()
+        if codes.get(1) == -signal.SIGABRT:  # by JAX, where process 0 was faster (launch/cluster/link.py, GRACE_S)
+            del codes[1]
+        assert set(codes.values()) <= {exit_codes.HANG, exit_codes.LOST_PEER}, self.logs()
 
     def kill(self) -> None:
         for pid in self.workers:
