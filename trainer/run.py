@@ -271,13 +271,13 @@ class _Session:
         config, emit = self.config.trainer, self.events.emit
         watchdog = Watchdog(config.hang_timeout_s, stacks, HANG_EXIT_CODE, emit, deadlines=config.deadlines, survey=survey, end=self.end)
         if link is not None:
-            link.position, link.report = watchdog.asked, self._report_hang
+            link.position, link.stacks, link.report = watchdog.asked, watchdog.asked_stacks, self._report_hang
         return watchdog
 
     def _report_hang(self, positions: Mapping[int, object]) -> None:
         """Write what the processes were doing when one of them made no progress; the first report of a start stays."""
         found = {process: read_position(position) for process, position in positions.items()}
-        here = f"process {jax.process_index()} ({socket.gethostname()})"
+        here = f"process {jax.process_index()} on {socket.gethostname()}"
         names = {jax.process_index(): here, **({} if self.link is None else self.link.names)}
         text = report_text(found, names, None if self.step is None else self.step.as_text(), dict(self.parts.mesh.shape))
         path, said = self.run.path / f"hang.{self.run.restart}.txt", list[str]()

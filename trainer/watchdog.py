@@ -32,8 +32,8 @@ HANG_EXIT_CODE = 71
 """See launch/exit_codes.py."""
 WRITE_S, NATIVE_S = 5.0, 10.0
 """Time for each file that is written about a hang; for the native stacks."""
-SURVEY_S = 30.0
-"""Time for the survey of the processes and its report."""
+SURVEY_S = 45.0
+"""Time for the survey of the processes, its report, and the stacks of the others."""
 FALLBACK_S = 60.0
 """After the limit: faulthandler's thread, which needs no lock of Python, ends a process whose watchdog cannot run (exit code 1)."""
 _DEADLINES = DeadlinesConfig()
@@ -77,6 +77,7 @@ class Watchdog:
         self._limit_s: float | None = None
         self._what = ""
         self._closed = self._expired = False
+        self._written = threading.Event()
         if least_s is not None:
             with contextlib.suppress(OSError, AttributeError):  # py-spy is a child; some kernels let only parents read a process's memory
                 ctypes.CDLL(None).prctl(PR_SET_PTRACER, ANY, 0, 0, 0)
@@ -115,11 +116,15 @@ class Watchdog:
         )
 
     def asked(self) -> dict[str, object]:
-        """Return what this process is doing, for another process that makes no progress; the stacks follow in a thread."""
-        position = self.position().model_dump()  # first: py-spy stops the process
-        if not self._expired:  # its own stacks are written already
-            threading.Thread(target=self.write_stacks, args=("another process makes no progress",), name="hang", daemon=True).start()
-        return position
+        """Return what this process is doing, for another process that makes no progress. asked_stacks follows: py-spy stops the process."""
+        return self.position().model_dump()
+
+    def asked_stacks(self) -> None:
+        """Write the stacks for another process that makes no progress, or wait until they are written."""
+        if self._expired:
+            self._written.wait(WRITE_S + NATIVE_S)
+        else:
+            within(WRITE_S + NATIVE_S, lambda: self.write_stacks("another process makes no progress"))
 
     def write_stacks(self, headline: str) -> None:
         """Append the Python and the native stacks of all threads to this process's file."""
@@ -127,9 +132,10 @@ class Watchdog:
             file.write(f"{headline}\n")
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
-            file.write(f"\nnative stacks:\n{native_stacks()}\n")
             if (worker := self.awaited()) is not None:
                 file.write(f"\nloader worker {worker[0]}:\n{python_stacks(worker[1])}\n")
+                file.flush()
+            file.write(f"\nnative stacks:\n{native_stacks()}\n")
 
     @contextlib.contextmanager
     def phase(self, what: str, limit_s: float) -> Iterator[None]:
@@ -191,6 +197,7 @@ class Watchdog:
         where = f"no progress for {silent_s:.0f} s in {self._what}"
         fields = {"silent_s": silent_s, "phase": self._what, "stacks": self._stacks.name}
         within(WRITE_S + NATIVE_S, lambda: self.write_stacks(where))
+        self._written.set()
         within(SURVEY_S, self._survey)
         within(WRITE_S, lambda: self._emit("hang", **fields))
         said = f"ridge: hang: {where}; the stacks of all threads are in {self._stacks}"
