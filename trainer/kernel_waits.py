@@ -1,8 +1,8 @@
 """What the threads of a process wait for in the kernel, as Linux tells in /proc: the system call, and the file that it is about.
 
 A thread counts as waiting if two looks, SAMPLE_S apart, find it in the same call. No file is opened or asked for its status, only its name
-is read: this must work while a file system hangs. Calls on pipes, sockets and devices are left out, and so is the rest where /proc does not tell
-(another architecture, a container that forbids it).
+is read: this must work while a file system hangs. Calls on pipes, sockets and devices are left out, and so is the rest where /proc does not
+tell (another architecture, a container that forbids it).
 """
 
 from __future__ import annotations

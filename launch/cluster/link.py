@@ -148,8 +148,8 @@ class Link:
     def survey(self, process: int) -> None:
         """Have it reported what all processes are doing; `process` is this one.
 
-        Returns in process 0 when it is reported and the stacks are written, elsewhere when process 0 has the answers; after SURVEYED_S, and in
-        process 0 STACKS_S, in any case.
+        Returns in process 0 when it is reported and the stacks are written, elsewhere when process 0 has the answers; after SURVEYED_S, and
+        in process 0 STACKS_S more, in any case.
 
         Process 0 asks all others and reports. Where it does not answer, this process reports that.
         """
