@@ -9,7 +9,10 @@ Legend: B global batch size in rows, N rows of this process.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import hashlib
+import multiprocessing
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,6 +38,8 @@ from ridgeline.rundir.skipped_batches import NOTHING_SKIPPED, SkippedBatches
 
 Source = RowSource | PairSource
 """What rows are read from."""
+_WORKER, _PR_SET_NAME = "loader-", 15
+"""Name of a worker process, before its number; prctl(2)."""
 MAX_ROWS = 2**32 - 1
 """Grain's shuffle uses 32-bit indices."""
 
@@ -48,6 +53,7 @@ class Loader:
     def __init__(self, steps: StepRows, tokenizer: TokenizerInfo, data: DataConfig, start_step: int) -> None:
         self.tokenizer = tokenizer
         self._steps = steps
+        self._workers, self._taken, self._waiting = data.workers, 0, False
         self.rows_per_epoch = sum(source.num_rows for source in steps.sources)
         """Rows of all corpora."""
         self.wait_s = self.last_wait_s = 0.0
@@ -65,15 +71,29 @@ class Loader:
         return self
 
     def __next__(self) -> Rows:
-        start_s = time.perf_counter()
+        start_s, self._waiting = time.perf_counter(), True
         try:
             rows: Rows = next(self._iterator)
         except CorpusError as error:
             # Without the traceback: its frames would keep the workers' batches, and so their shared memory, until the process exits.
             raise error.with_traceback(None) from None
+        finally:
+            self._waiting = False
+        self._taken += 1
         self.last_wait_s = time.perf_counter() - start_s
         self.wait_s += self.last_wait_s
         return rows
+
+    def awaited_worker(self) -> tuple[int, int] | None:
+        """Return the number and the process id of the worker process that is to give the next batch; None where nothing waits for one."""
+        if not self._waiting or not self._workers:
+            return None
+        number = self._taken % self._workers  # Grain takes batches from its workers in turn
+        for process in multiprocessing.active_children():
+            with contextlib.suppress(OSError):
+                if process.pid is not None and Path(f"/proc/{process.pid}/comm").read_text().strip() == f"{_WORKER}{number}":
+                    return number, process.pid
+        return None
 
     def epochs(self, step: int) -> dict[str, float]:
         """Return corpus path -> epochs read after `step` steps."""
@@ -128,7 +148,9 @@ class StepRows(grain.MapDataset):
 
 
 def _start_worker(index: int, count: int) -> None:
-    """Grain's hook at the start of worker `index` of `count`."""
+    """Grain's hook at the start of worker `index` of `count`. Names it (in `top` and `ps`, and for awaited_worker)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, f"{_WORKER}{index}".encode(), 0, 0, 0)
     leave_signals_to_parent()
 
 

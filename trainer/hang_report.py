@@ -1,7 +1,8 @@
 """What every process of a run was doing when one of them made no progress: one file that names the process that the others wait for.
 
 The positions of the processes come over their connections (launch/cluster/link.py), which a stuck main thread does not hold up. A process
-is suspect if it does not answer, has finished fewer steps than others, or is the only one that does not wait for the others.
+is suspect if it does not answer, is the only one that does not wait for the others, has begun or finished fewer steps than the others, or
+is the only one with a thread that waits for a file. Where it waits for a file or for a worker process of its loader, that is named.
 """
 
 from __future__ import annotations
@@ -20,13 +21,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ridgeline import PACKAGE
 from ridgeline.hlo.collectives import collectives
 
-THREADS, FRAMES, TEXT = 8, 16, 160
-"""Limits of a position: threads, frames of each, characters of a frame."""
+THREADS, FRAMES, TEXT, OUTSIDE = 8, 16, 160, 8
+"""Limits of a position: threads, frames of each, characters of a frame, things outside Python that it waits for."""
 WAITS = ("agreement.py", "multihost", "distributed.py", "_read_pending", "begin_together", "wait_at_barrier", "agreed", "stages.py")
 """In a frame of the main thread: it waits for the other processes, or for a step, which waits for theirs."""
 IDLE = ("ridge-link", "lease", "stop-publish", "stop-listen", "watchdog", "hang", "clocks")
 """Threads of ours that wait most of the time."""
 Frame = Annotated[str, Field(max_length=TEXT)]
+MOST = 1000
+"""Characters of such a thing."""
+Outside = Annotated[str, Field(max_length=MOST)]
 
 
 class Position(BaseModel):
@@ -36,16 +40,27 @@ class Position(BaseModel):
 
     step: int
     """Steps finished in total; of the first step's predecessor before it."""
+    begun: int = 0
+    """The number of the step that it has begun to dispatch last; 0 before the first one."""
     phase: Annotated[str, Field(max_length=TEXT)]
     silent_s: float
     """Seconds since its last progress."""
     threads: Annotated[dict[Frame, Annotated[list[Frame], Field(max_length=FRAMES)]], Field(max_length=THREADS)]
     """Thread -> its innermost Python frames, innermost last; the main thread first."""
+    files: Annotated[list[Outside], Field(max_length=OUTSIDE)] = []
+    """Files that its threads wait for, and in which call (trainer/kernel_waits.py)."""
+    worker: Outside | None = None
+    """The worker process of its loader that it waits for, and what that one does."""
 
     @property
     def main(self) -> Sequence[str]:
         """Frames of the main thread, and of the thread that it lets work at the start (trainer/stop.py, in_thread)."""
         return [frame for name, frames in self.threads.items() if name in ("MainThread", "worker") for frame in frames]
+
+    @property
+    def outside(self) -> list[str]:
+        """What it waits for outside Python."""
+        return [*([] if self.worker is None else [self.worker]), *self.files]
 
     @property
     def waits(self) -> bool:
@@ -96,10 +111,17 @@ def suspects(positions: Mapping[int, Position | None]) -> tuple[list[int], str]:
     working = [process for process, position in answers.items() if not position.waits]
     if working and len(working) < len(answers):
         return working, "does not wait for the others"
+    newest = max(position.begun for position in answers.values())
+    late = [process for process, position in answers.items() if position.begun < newest]
+    if late:
+        return late, f"has not begun the step of the others ({newest})"
     newest = max(position.step for position in answers.values())
     behind = [process for process, position in answers.items() if position.step < newest]
     if behind:
         return behind, f"has finished fewer steps than the others ({newest})"
+    blocked = [process for process, position in answers.items() if position.files]
+    if blocked and len(blocked) < len(answers):
+        return blocked, "waits for a file, unlike the others"
     return [], ""
 
 
@@ -122,8 +144,8 @@ def report_text(
             over = "" if first.axes is None else f" over {', '.join(first.axes)}"
             where = f", {first.source.file}:{first.source.line}" if first.source is not None else ""
             waiting = [process for process in positions if process not in found]
-            rest = f"; {_list(waiting, names)} wait there or in a later one" if waiting else ""
-            lines.append(f"the first collective of a step is {first.kind} {first.name}{over}{where}{rest}")
+            rest = f"; {_list(waiting, names)} {_verb(waiting)} there or in a later one" if waiting else ""
+            lines.append(f"the first collective of a step is {first.kind} {first.name}{over}{where}{rest}{_not_reached(positions, names)}")
     groups: dict[tuple[Any, ...], list[int]] = {}
     for process, position in sorted(positions.items()):
         groups.setdefault(_key(position), []).append(process)
@@ -134,6 +156,7 @@ def report_text(
             lines.append("  no answer")
             continue
         lines.append(f"  after step {position.step}, in {position.phase}, without progress for {position.silent_s:.0f} s")
+        lines += [f"  waits for {outside}" for outside in position.outside]
         for name, frames in position.threads.items():
             lines += [f"  {name}", *(f"    {frame}" for frame in frames)]
     return "\n".join(lines) + "\n"
@@ -143,15 +166,34 @@ def _key(position: Position | None) -> tuple[Any, ...]:
     """Return what is equal for processes that do the same."""
     if position is None:
         return ()
-    return position.step, position.phase, tuple((name, *frames) for name, frames in position.threads.items())
+    stacks = tuple((name, *frames) for name, frames in position.threads.items())
+    return position.step, position.begun, position.phase, tuple(position.outside), stacks
 
 
 def _verdict(positions: Mapping[int, Position | None], names: Mapping[int, str], found: list[int], why: str) -> str:
+    answers = {process: position for process, position in positions.items() if position is not None}
+    outside = dict.fromkeys(name for process in found or answers if process in answers for name in answers[process].outside)
+    waits = "; ".join(list(outside)[:OUTSIDE])
     if found:
-        return f"suspect: {_list(found, names)}, which {why}"
+        return f"suspect: {_list(found, names)}, which {why}" + (f", and waits for {waits}" if waits else "")
+    if waits:
+        waiting = [process for process, position in answers.items() if position.outside]
+        return f"suspect: {waits}, for which {_list(waiting, names)} {_verb(waiting)}"
     if len(positions) == 1:
         return "suspect: none, there is one process"
     return "suspect: none, all processes do the same: a collective, a kernel, or a file system that all use"
+
+
+def _not_reached(positions: Mapping[int, Position | None], names: Mapping[int, str]) -> str:
+    """Say which processes have begun fewer steps than the others, and the first one whose collectives they have not reached."""
+    begun = {process: position.begun for process, position in positions.items() if position is not None}
+    newest = max(begun.values(), default=0)
+    late = [process for process, step in begun.items() if step < newest]
+    return f"; in step {max(begun[process] for process in late) + 1} not reached by {_list(late, names)}" if late else ""
+
+
+def _verb(processes: Sequence[int]) -> str:
+    return "waits" if len(processes) == 1 else "wait"
 
 
 def _list(processes: Sequence[int], names: Mapping[int, str], most: int = 16) -> str:

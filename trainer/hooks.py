@@ -81,10 +81,14 @@ class CompilationStep(Hook):
 
 @dataclass(eq=False)
 class Heartbeat(Hook):
-    """Reports each finished step to the watchdog and to the progress bar."""
+    """Reports each step that begins to the watchdog, and each finished one also to the progress bar."""
 
     watchdog: Watchdog
     progress: Progress
+
+    def before_step(self, step: int, read_previous: Callable[[], None]) -> None:
+        """Report the step that is about to be dispatched."""
+        self.watchdog.begin(step + 1)
 
     def on_result(self, result: StepResult) -> None:
         """Report the step."""

@@ -6,7 +6,6 @@ config -> data manifests -> mesh, model and step functions (prepare.py) -> run d
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import os
@@ -68,7 +67,7 @@ from ridgeline.trainer.step import Batch, abstract_batch, local_rows, param_norm
 from ridgeline.trainer.stop import GracePeriod, Stop, StopRequested, in_thread, last_write_s
 from ridgeline.trainer.stragglers import Probe, Stragglers
 from ridgeline.trainer.text_evaluation import Sampler, TaskEvaluation, TextModel
-from ridgeline.trainer.watchdog import HANG_EXIT_CODE, Watchdog
+from ridgeline.trainer.watchdog import HANG_EXIT_CODE, WRITE_S, Watchdog, within
 
 
 def train(
@@ -272,19 +271,29 @@ class _Session:
         config, emit = self.config.trainer, self.events.emit
         watchdog = Watchdog(config.hang_timeout_s, stacks, HANG_EXIT_CODE, emit, deadlines=config.deadlines, survey=survey, end=self.end)
         if link is not None:
-            link.position, link.report = watchdog.asked, self._report_hang
+            link.position, link.stacks, link.report = watchdog.asked, watchdog.asked_stacks, self._report_hang
         return watchdog
 
     def _report_hang(self, positions: Mapping[int, object]) -> None:
         """Write what the processes were doing when one of them made no progress; the first report of a start stays."""
         found = {process: read_position(position) for process, position in positions.items()}
-        here = f"process {jax.process_index()} ({socket.gethostname()})"
+        here = f"process {jax.process_index()} on {socket.gethostname()}"
         names = {jax.process_index(): here, **({} if self.link is None else self.link.names)}
         text = report_text(found, names, None if self.step is None else self.step.as_text(), dict(self.parts.mesh.shape))
-        path = self.run.path / f"hang.{self.run.restart}.txt"
-        with contextlib.suppress(OSError), path.open("x") as file:
-            file.write(text)
-            print(f"ridge: hang: {text.splitlines()[0]}; {path}", file=sys.stderr, flush=True)
+        path, said = self.run.path / f"hang.{self.run.restart}.txt", list[str]()
+
+        def write() -> None:
+            try:
+                with path.open("x") as file:
+                    file.write(text)
+                said.append(f"{text.splitlines()[0]}; {path}")
+            except FileExistsError:
+                said.append("")
+
+        within(WRITE_S, write)
+        line = said[0] if said else f"{path} cannot be written; the report:\n{text.rstrip()}"
+        if line:
+            print(f"ridge: hang: {line}", file=sys.stderr, flush=True)
 
     def _open_copies(self) -> Copies | None:
         """Process 0: begin to copy checkpoints to checkpoint.copy_to. Raises UserError in every process when that URL cannot be used."""
@@ -342,6 +351,7 @@ class _Session:
                 mtp_layers=config.model.mtp_layers,
                 skipped=self.skipped,
             )
+            self.watchdog.awaited = loader.awaited_worker
         try:
             return self._run_loop(train_step, norm, loader, state, start_step)
         except NumericalFailure as failure:

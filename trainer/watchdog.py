@@ -1,8 +1,9 @@
 """The watchdog ends a process that makes no progress. A rank that hangs would silently block all others (jax#38503).
 
-Each phase sets a time limit and each step resets it. When it expires, the Python and native stacks of all threads are written to a file in
-the run directory, every process is asked what it is doing (trainer/hang_report.py), the event log gets a `hang` event, and the process ends
-with exit code HANG, even if its main thread is blocked in C++, or what is to be written is on a file system that hangs.
+Each phase sets a time limit and each step resets it. When it expires, the Python and native stacks of all threads, and the Python stacks of
+the worker process that the loader waits for, are written to a file in the run directory, every process is asked what it is doing
+(trainer/hang_report.py), the event log gets a `hang` event, and the process ends with exit code HANG, even if its main thread is blocked in
+C++, or what is to be written is on a file system that hangs.
 """
 
 from __future__ import annotations
@@ -18,20 +19,21 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from ridgeline.configs.schema import DeadlinesConfig
 from ridgeline.planner.policy import step_limit_s
-from ridgeline.trainer.hang_report import Position, python_frames
+from ridgeline.trainer.hang_report import MOST, OUTSIDE, Position, python_frames
+from ridgeline.trainer.kernel_waits import file_waits, worker_state
 
 HANG_EXIT_CODE = 71
 """See launch/exit_codes.py."""
 WRITE_S, NATIVE_S = 5.0, 10.0
 """Time for each file that is written about a hang; for the native stacks."""
-SURVEY_S = 30.0
-"""Time for the survey of the processes and its report."""
+SURVEY_S = 45.0
+"""Time for the survey of the processes, its report, and the stacks of the others."""
 FALLBACK_S = 60.0
 """After the limit: faulthandler's thread, which needs no lock of Python, ends a process whose watchdog cannot run (exit code 1)."""
 _DEADLINES = DeadlinesConfig()
@@ -67,12 +69,15 @@ class Watchdog:
         self._least_s, self._stacks, self._exit_code = least_s, stacks, exit_code
         self.deadlines = deadlines
         self._emit, self._survey, self._clock, self._end = emit, survey, clock, end
-        self._steps, self._armed_s = 0, math.inf
+        self._steps, self._begun, self._armed_s = 0, 0, math.inf
+        self.awaited: Callable[[], tuple[int, int] | None] = lambda: None
+        """Returns the number and the process id of the worker that the loader waits for."""
         self._wake = threading.Condition()
         self._last_s = clock()
         self._limit_s: float | None = None
         self._what = ""
         self._closed = self._expired = False
+        self._written = threading.Event()
         if least_s is not None:
             with contextlib.suppress(OSError, AttributeError):  # py-spy is a child; some kernels let only parents read a process's memory
                 ctypes.CDLL(None).prctl(PR_SET_PTRACER, ANY, 0, 0, 0)
@@ -84,6 +89,10 @@ class Watchdog:
         if self._least_s is not None:
             self._set("a step", step_limit_s(self._least_s, usual_s, self.deadlines.step_factor))
 
+    def begin(self, step: int) -> None:
+        """Record that a step is about to be dispatched; `step`: its number, from 1."""
+        self._begun = step
+
     def evaluation(self) -> contextlib.AbstractContextManager[None]:
         """Limit each batch of an evaluation."""
         return self.phase("evaluation", self.deadlines.evaluation_s)
@@ -94,14 +103,28 @@ class Watchdog:
             self._set("evaluation", self.deadlines.evaluation_s)
 
     def position(self) -> Position:
-        """Return what this process is doing."""
-        return Position(step=self._steps, phase=self._what, silent_s=self._clock() - self._last_s, threads=python_frames())
+        """Return what this process is doing. Takes kernel_waits.SAMPLE_S at most twice."""
+        worker, silent_s = self.awaited(), self._clock() - self._last_s
+        return Position(
+            step=self._steps,
+            begun=self._begun,
+            phase=self._what,
+            silent_s=silent_s,
+            threads=python_frames(),
+            files=[name[-MOST:] for name in file_waits(os.getpid())[:OUTSIDE]],
+            worker=None if worker is None else f"loader worker {worker[0]} (pid {worker[1]}), which {worker_state(worker[1])}"[:MOST],
+        )
 
     def asked(self) -> dict[str, object]:
-        """Return what this process is doing, for another process that makes no progress; the stacks follow in a thread."""
-        if not self._expired:  # its own stacks are written already
-            threading.Thread(target=self.write_stacks, args=("another process makes no progress",), name="hang", daemon=True).start()
+        """Return what this process is doing, for another process that makes no progress. asked_stacks follows: py-spy stops the process."""
         return self.position().model_dump()
+
+    def asked_stacks(self) -> None:
+        """Write the stacks for another process that makes no progress, or wait until they are written."""
+        if self._expired:
+            self._written.wait(WRITE_S + NATIVE_S)
+        else:
+            within(WRITE_S + NATIVE_S, lambda: self.write_stacks("another process makes no progress"))
 
     def write_stacks(self, headline: str) -> None:
         """Append the Python and the native stacks of all threads to this process's file."""
@@ -109,6 +132,9 @@ class Watchdog:
             file.write(f"{headline}\n")
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
+            if (worker := self.awaited()) is not None:
+                file.write(f"\nloader worker {worker[0]}:\n{python_stacks(worker[1])}\n")
+                file.flush()
             file.write(f"\nnative stacks:\n{native_stacks()}\n")
 
     @contextlib.contextmanager
@@ -170,15 +196,16 @@ class Watchdog:
         self._expired = True
         where = f"no progress for {silent_s:.0f} s in {self._what}"
         fields = {"silent_s": silent_s, "phase": self._what, "stacks": self._stacks.name}
-        _within(WRITE_S + NATIVE_S, lambda: self.write_stacks(where))
-        _within(SURVEY_S, self._survey)
-        _within(WRITE_S, lambda: self._emit("hang", **fields))
+        within(WRITE_S + NATIVE_S, lambda: self.write_stacks(where))
+        self._written.set()
+        within(SURVEY_S, self._survey)
+        within(WRITE_S, lambda: self._emit("hang", **fields))
         said = f"ridge: hang: {where}; the stacks of all threads are in {self._stacks}"
-        _within(WRITE_S, lambda: print(said, file=sys.stderr, flush=True))
+        within(WRITE_S, lambda: print(said, file=sys.stderr, flush=True))
         self._end(self._exit_code)
 
 
-def _within(limit_s: float, work: Callable[[], Any]) -> None:
+def within(limit_s: float, work: Callable[[], Any]) -> None:
     """Run `work` in a thread, and go on without it after a time: its file system may be what hangs. Its errors are dropped."""
 
     def run() -> None:
@@ -192,10 +219,19 @@ def _within(limit_s: float, work: Callable[[], Any]) -> None:
 
 def native_stacks() -> str:
     """Return the stacks of this process's threads with their C and C++ frames by py-spy, or why there are none."""
+    return _stacks(["--native", "--pid", str(os.getpid())])
+
+
+def python_stacks(process: int) -> str:
+    """Return the Python stacks of another process, which may be stopped, by py-spy, or why there are none."""
+    return _stacks(["--nonblocking", "--pid", str(process)])
+
+
+def _stacks(options: Sequence[str]) -> str:
     command = shutil.which("py-spy", path=sysconfig.get_path("scripts")) or shutil.which("py-spy")
     if command is None:
         return "none: py-spy is not installed"
-    dump = [command, "dump", "--native", "--pid", str(os.getpid())]
+    dump = [command, "dump", *options]
     try:
         done = subprocess.run(dump, capture_output=True, text=True, timeout=NATIVE_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

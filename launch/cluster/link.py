@@ -8,6 +8,7 @@ end the process in C++. Here every process keeps its connection to process 0 ope
     any process -> process 0    {"survey": true}                  it makes no progress: what does everybody do?
     process 0   -> the others   {"where": true}                   asks for it
     any process -> process 0    {"position": {...}}               the answer
+    any process -> process 0    {"stacks": true}                  its stacks are written
     process 0   -> who asked    {"surveyed": true}                the answers are in, it writes the report
 
 A connection that ends without "left" means that the process is gone. Each process then has some seconds to end by itself (its collectives
@@ -52,8 +53,9 @@ TOGETHER = (
 )
 """Exit codes on which all processes agree: one that leaves with them is followed by the others."""
 SEND_S, RECORD_S = 5.0, 0.2
-SURVEY_S, SURVEYED_S = 5.0, 15.0
-"""Time for the answers to a survey; for process 0's word that it has them."""
+SURVEY_S, SURVEYED_S, STACKS_S = 5.0, 15.0, 15.0
+"""Time for the answers to a survey; for process 0's word that it has them, and for its report; then for the stacks of those that answered:
+the end of process 0 may end them."""
 NOT_BEGUN: Mapping[str, object] = {"step": 0, "phase": "the start, before training", "silent_s": 0.0, "threads": {}}
 """What a process is doing until training has begun (trainer/hang_report.py, Position)."""
 END_REPORT_S = 2.0
@@ -99,10 +101,13 @@ class Link:
         self.record: Callable[[PeerEnd], None] = lambda end: None
         """Records the end of another process; called once, in a thread of its own."""
         self.position: Callable[[], dict[str, object]] = lambda: {**NOT_BEGUN}
-        """Returns what this process is doing, as JSON values; called in the thread of the connections."""
+        """Returns what this process is doing, as JSON values; called in a thread of its own."""
+        self.stacks: Callable[[], None] = lambda: None
+        """Writes the stacks of this process after such an answer; called in a thread of its own."""
         self.report: Callable[[dict[int, object]], None] = lambda positions: None
         """Reports a survey: process -> its position, None where it did not answer; called in a thread of its own."""
         self._positions: dict[int, object] = {}
+        self._written: set[int] = set()
         self._surveying: asyncio.Task[None] | None = None
         self._answered = asyncio.Event()
         self._surveyed = threading.Event()
@@ -143,7 +148,8 @@ class Link:
     def survey(self, process: int) -> None:
         """Have it reported what all processes are doing; `process` is this one.
 
-        Returns in process 0 when it is reported, elsewhere when process 0 has the answers; after SURVEYED_S in any case.
+        Returns in process 0 when it is reported and the stacks are written, elsewhere when process 0 has the answers; after SURVEYED_S, and
+        in process 0 STACKS_S more, in any case.
 
         Process 0 asks all others and reports. Where it does not answer, this process reports that.
         """
@@ -152,7 +158,7 @@ class Link:
             return
         if self._relay:
             with contextlib.suppress(TimeoutError):
-                self._loop.run(self._survey(), SURVEYED_S)
+                self._loop.run(self._survey(), SURVEYED_S + STACKS_S)
             return
         with contextlib.suppress(TimeoutError):
             self._loop.run(self._send_all({"survey": True}), SEND_S)
@@ -187,8 +193,18 @@ class Link:
     async def _survey_once(self) -> None:
         await self._ask_all()
         self._answered.set()
-        positions = {0: self.position(), **{other: self._positions.get(other) for other in self._connections}}
+        positions = {0: await asyncio.to_thread(self.position), **{other: self._positions.get(other) for other in self._connections}}
         await asyncio.to_thread(self.report, positions)
+        deadline_s = time.monotonic() + STACKS_S
+        while time.monotonic() < deadline_s and (self._open & self._positions.keys()) - self._written:
+            await asyncio.sleep(0.05)
+
+    async def _answer(self, connection: Connection) -> None:
+        """Tell process 0 what this process is doing, and then write its stacks."""
+        with contextlib.suppress(Exception):
+            await connection.send({"position": await asyncio.to_thread(self.position)})
+            await asyncio.to_thread(self.stacks)
+            await connection.send({"stacks": True})
 
     def close(self) -> None:
         """Stop watching: the processes no longer work together, and this one goes on."""
@@ -234,9 +250,10 @@ class Link:
                 self._tasks.append(asyncio.ensure_future(self._survey_for(connection)))
             elif self._relay and "position" in message:
                 self._positions[process] = message["position"]
+            elif self._relay and message.get("stacks") is True:
+                self._written.add(process)
             elif message.get("where") is True:
-                with contextlib.suppress(Exception):  # this loop must go on: it notices the loss of process 0
-                    await connection.send({"position": self.position()})
+                self._tasks.append(asyncio.ensure_future(self._answer(connection)))  # this loop goes on: it notices the loss of process 0
             elif message.get("surveyed") is True:
                 self._surveyed.set()
         connection.close()

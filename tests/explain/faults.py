@@ -151,6 +151,21 @@ def late(seconds: float, start: int) -> Any:
     return _before(Loop, "_before_step", lambda self, step: time.sleep(seconds if step >= start else 0.0))
 
 
+def absent(step: int, how: str) -> Any:
+    """The process is alive, and never comes to a step: it waits, or computes, or holds the lock of Python (its threads do not run)."""
+    import ctypes
+
+    from ridgeline.trainer.loop import Loop
+
+    def away(self: Any, at: int) -> None:
+        while at >= step:
+            if how == "holds the lock":
+                ctypes.PyDLL(None).sleep(3600)
+            time.sleep(3600 if how == "waits" else 0.0)
+
+    return _before(Loop, "_before_step", away)
+
+
 def slow_link(bytes_per_s: float) -> Any:
     """The kernel sends this process's share of every collective at this rate: a link that is slower than its neighbors."""
     from ridgeline.trainer.loop import Loop
@@ -209,7 +224,20 @@ def killed(step: int, pace_s: float) -> Any:
 
 FAULTS: dict[str, Callable[..., Any]] = {
     f.__name__: f
-    for f in (slow_rows, stuck_read, slow_disk, slow_compiler, drifting_shape, reading_host, spiking, late, slow_link, paced, killed)
+    for f in (
+        slow_rows,
+        stuck_read,
+        slow_disk,
+        slow_compiler,
+        drifting_shape,
+        reading_host,
+        spiking,
+        late,
+        absent,
+        slow_link,
+        paced,
+        killed,
+    )
 }
 
 

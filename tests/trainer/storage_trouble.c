@@ -10,6 +10,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
@@ -18,7 +19,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { NONE, FULL, INODES, READ_ONLY, BROKEN, STALE, GONE, SLOW, LATE, LOST };
+enum { NONE, FULL, INODES, READ_ONLY, BROKEN, STALE, GONE, SLOW, LATE, LOST, STUCK };
 enum { READ, WRITE, CREATE, CHANGE, SYNC, LOOK };  // what a call does: CHANGE renames or deletes, LOOK asks for a name
 
 struct control {
@@ -50,6 +51,19 @@ static void pause_ms(int ms) {
   nanosleep(&wait, NULL);
 }
 
+// Wait in the kernel for a lock on the file, or on the nearest directory that exists, which this process holds itself.
+static void stuck_at(const char *path) {
+  char name[PATH_MAX];
+  int fd = -1;
+  if (snprintf(name, sizeof name, "%s", path) >= (int)sizeof name) return;
+  while ((fd = syscall(SYS_openat, AT_FDCWD, name, O_RDONLY | O_CLOEXEC)) < 0 && strrchr(name, '/') > name) *strrchr(name, '/') = 0;
+  int holder = syscall(SYS_openat, AT_FDCWD, name, O_RDONLY | O_CLOEXEC);
+  flock(holder, LOCK_EX | LOCK_NB);  // fails where another thread waits already
+  while (control->kind == STUCK && flock(fd, LOCK_EX)) {}
+  syscall(SYS_close, fd);
+  syscall(SYS_close, holder);
+}
+
 // Return 0, or set errno and return -1.
 static int trouble(const char *path, int what, int exists) {
   if (!control || control->kind == NONE || !path || !below(path)) return 0;
@@ -62,6 +76,7 @@ static int trouble(const char *path, int what, int exists) {
     case STALE: error = ESTALE; break;
     case GONE: error = what == READ || what == WRITE || what == SYNC ? 0 : ENOENT; break;
     case SLOW: __sync_fetch_and_add(&control->hits, 1); pause_ms(control->delay_ms); return 0;
+    case STUCK: __sync_fetch_and_add(&control->hits, 1); stuck_at(path); return 0;
   }
   if (!error) return 0;
   __sync_fetch_and_add(&control->hits, 1);

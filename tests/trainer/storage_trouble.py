@@ -13,10 +13,11 @@ from tests.xla_flags import QUICK_XLA
 
 SOURCE = Path(__file__).with_name("storage_trouble.c")
 VARIABLE = "STORAGE_TROUBLE"
-KINDS = ("none", "full", "inodes", "read_only", "broken", "stale", "gone", "slow", "late", "lost")
+KINDS = ("none", "full", "inodes", "read_only", "broken", "stale", "gone", "slow", "late", "lost", "stuck")
 """broken: every access is an I/O error; stale: file handles of a server that has restarted; gone: nothing is found any more, open files
 work on, as after a lazy unmount; slow: each call takes the delay; late: a rename takes the delay, as on a busy NFS server; lost: every
-second rename happens, but the repeated request finds no source, as after a lost reply."""
+second rename happens, but the repeated request finds no source, as after a lost reply; stuck: no call returns from the kernel, as of a
+server that is gone: for a run that is then ended."""
 _BYTES = 4096
 
 

@@ -52,6 +52,62 @@ def test_the_process_that_differs_is_named(fault: str, seed: int) -> None:
         assert LOADING[-1] in text
 
 
+SAVING = ["ridgeline/trainer/hooks.py:300 on_state", "ridgeline/trainer/checkpoint/checkpointer.py:150 wait"]
+FILES = ["pwrite64 of /shared/checkpoints/12/data", "openat of /shared/checkpoints/12/seal"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("fault", ["late", "file", "worker"])
+def test_what_it_waits_for_is_named_with_the_process(fault: str, seed: int) -> None:
+    draw = random.Random(f"{seed}{fault}")
+    count, step = draw.randint(2, 40), draw.randint(1, 10**6)
+    others = position(step, SAVING if fault == "file" else WAITING).model_copy(update={"begun": step + draw.randint(1, 2)})
+    positions: dict[int, Position | None] = dict.fromkeys(range(count), others)
+    names = {process: f"process {process} (node{process // 4})" for process in range(count)}
+    guilty = sorted(draw.sample(range(count), draw.randint(1, max(1, (count - 1) // 3))))
+    worker = "loader worker 3 (pid 77), which is stopped"
+    different: dict[str, dict[str, Any]] = {
+        "late": {"begun": step},
+        "file": {"files": FILES},
+        "worker": {"begun": step, "worker": worker, "threads": {"MainThread": LOADING}},
+    }
+    for process in guilty:
+        positions[process] = others.model_copy(update=different[fault])
+    assert suspects(positions)[0] == guilty
+    first, collective, *rest = report_text(positions, names, HLO, {"data": 2}).splitlines()
+    assert first.startswith(f"suspect: {names[guilty[0]]}")
+    assert first.endswith(
+        {"late": f"({others.begun})", "file": f", and waits for {'; '.join(FILES)}", "worker": f" waits for {worker}"}[fault]
+    )
+    assert collective.endswith("" if fault == "file" else f"; in step {step + 1} not reached by {first_list(guilty, names)}")
+    assert [line.strip() for line in rest if line.startswith("  waits for ")] == {
+        "late": [],
+        "file": [f"waits for {name}" for name in FILES],
+        "worker": [f"waits for {worker}"],
+    }[fault]
+
+
+def first_list(guilty: list[int], names: dict[int, str]) -> str:
+    return ", ".join(names[process] for process in guilty[:16])
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_a_file_that_all_wait_for_is_the_suspect(count: int) -> None:
+    """A file system that all use, or the one of a process that is alone."""
+    stuck = position(4, LOADING).model_copy(update={"files": FILES[:1]})
+    names = {process: f"process {process}" for process in range(count)}
+    first = report_text(dict.fromkeys(range(count), stuck), names, HLO, {"data": 2}).splitlines()[0]
+    assert first == f"suspect: {FILES[0]}, for which {', '.join(names.values())} wait{'s' if count == 1 else ''}"
+
+
+def test_a_slow_write_is_not_named_before_a_process_that_is_behind() -> None:
+    """A save in the background is slow in one process, and another one does not come to the step."""
+    writes = position(4, WAITING).model_copy(update={"files": FILES, "begun": 6})
+    late = position(4, WAITING).model_copy(update={"begun": 5})
+    assert suspects({0: writes, 1: late, 2: writes})[0] == [1]
+    assert suspects({0: writes, 1: position(4, LOADING).model_copy(update={"begun": 6})})[0] == [1]
+
+
 def test_nobody_is_named_where_all_do_the_same() -> None:
     for frames in (WAITING, LOADING):
         assert suspects({process: position(4, frames) for process in range(5)}) == ([], "")
