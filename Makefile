@@ -137,9 +137,12 @@ check-layers: $(VENV)/.installed-dev  ## import-linter: who may import whom
 docs: $(VENV)/.installed-dev  ## the documentation site, in build/site
 	PYTHONPATH=$(CURDIR) NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
-fuzz: $(VENV)/.installed-dev  ## long campaigns of damaged files and hostile configs (minutes); SEED=1 draws others
+fuzz: $(VENV)/.installed-dev  ## long campaigns of damaged files, links and shards, hostile configs and overrides (minutes); SEED=1 draws others
 	$(BIN)/python -m tests.configs.hostile --cases 2000 --seed $(or $(SEED),0)
+	$(BIN)/python -m tests.configs.hostile_overrides --cases 5000 --seed $(or $(SEED),0)
 	JAX_PLATFORMS=cpu $(BIN)/python -m tests.cli.damaged --cases 5000 --seed $(or $(SEED),0)
+	JAX_PLATFORMS=cpu $(BIN)/python -m tests.cli.damaged_shards --cases 1000 --seed $(or $(SEED),0)
+	JAX_PLATFORMS=cpu $(BIN)/python -m tests.cli.damaged_links --cases 500 --seed $(or $(SEED),0)
 
 bench: $(VENV)/.installed-dev  ## the benchmarks of docs/LOG.md (minutes, one after another)
 	@failed=; for b in $(BENCHMARKS); do echo "== $$b"; $(BIN)/python $$b || failed="$$failed $$b"; done; \

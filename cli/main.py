@@ -18,7 +18,7 @@ from typing import NoReturn
 import click
 
 from ridgeline.cli.fitted import fit_stdout, fitted
-from ridgeline.configs.errors import UserError, nearest
+from ridgeline.configs.errors import UserError, nearest, printable
 from ridgeline.launch.cuda_plugin import hide_unusable_cuda_plugin
 from ridgeline.launch.exit_codes import DONE, INTERRUPTED, PREEMPTED, USAGE
 
@@ -254,11 +254,5 @@ def _setting_hint(error: click.NoSuchOption) -> str | None:
 
 
 def _print_error(message: str) -> None:
-    line = f"ridge: error: {_printable(message)}"
+    line = f"ridge: error: {printable(message, MAX_LINE)}"  # it may quote a damaged file
     print(fitted(line, shutil.get_terminal_size().columns) if sys.stderr.isatty() else line, file=sys.stderr)
-
-
-def _printable(message: str) -> str:
-    """Return an error as one line without control characters, and cut when it is very long: it may quote a damaged file."""
-    shown = "".join(character if character.isprintable() else ascii(character)[1:-1] for character in message[:MAX_LINE])
-    return shown if len(message) <= MAX_LINE else f"{shown}..."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 
+_MAX_SHOWN = 100
 _MAX_PLACES = 4
 """Further problems that a message lists by file, line and key."""
 
@@ -13,9 +14,15 @@ class UserError(ValueError):
     """An error that the user can correct. The message has what is wrong and where, what is allowed, and what to type instead."""
 
 
+def printable(text: str, most: int = _MAX_SHOWN) -> str:
+    """Return a text for an error message: control characters escaped, and cut behind `most` characters."""
+    shown = "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text[:most])
+    return shown if len(text) <= most else f"{shown}..."
+
+
 def nearest(name: str, allowed: Iterable[str]) -> str | None:
     """Return the allowed name closest to `name`; None when none is similar."""
-    matches = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.6)
+    matches = difflib.get_close_matches(name[:_MAX_SHOWN], list(allowed), n=1, cutoff=0.6)
     return matches[0] if matches else None
 
 
@@ -24,7 +31,7 @@ def unknown_name(kind: str, name: str, allowed: Iterable[str]) -> UserError:
     names = sorted(allowed)
     close = nearest(name, names)
     hint = f"; did you mean '{close}'?" if close else ""
-    return UserError(f"unknown {kind} '{name}'{hint} (allowed: {', '.join(names)})")
+    return UserError(f"unknown {kind} '{printable(name)}'{hint} (allowed: {', '.join(names)})")
 
 
 def first_of(first: str, others: Sequence[str]) -> UserError:

@@ -17,13 +17,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from ridgeline.configs import compose, rules
-from ridgeline.configs.errors import UserError, first_of
+from ridgeline.configs.errors import UserError, first_of, printable
 from ridgeline.configs.fields import env_keys, slot_at, split_key
 from ridgeline.configs.overrides import apply_overrides
 from ridgeline.configs.problem import Problem
 from ridgeline.configs.schema import Config
 from ridgeline.configs.validation_errors import validation_error
-from ridgeline.configs.yaml_tree import DEFAULT, Items, Mapping, Node, Scalar, Source, dotted, find, plain, read_file, source_of
+from ridgeline.configs.yaml_tree import DEFAULT, Items, Mapping, Node, Scalar, Source, describe, dotted, find, plain, read_file, source_of
 from ridgeline.configs.yaml_tree import Path as KeyPath
 
 _PLACE = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)(?:,([^}]*))?\}")
@@ -102,14 +102,14 @@ def _interpolate(node: Node, environment: Environment[str, str], path: KeyPath =
 
 
 def _expand(text: str, node: Scalar, environment: Environment[str, str], path: KeyPath) -> str:
-    where = f"{node.source}: {dotted(path)}"
+    where = f"{node.source}: {printable(dotted(path))}"
     slot = slot_at(path)
     if slot is None:
         return text  # an unknown key: the validation reports it
     if not slot.env_interpolation:
         raise UserError(f"{where}: '${{...}}' is not allowed here (only in: {', '.join(env_keys())})")
     if "${" in _PLACE.sub("", text):
-        raise UserError(f"{where}: unknown interpolation in '{text}' (allowed: ${{env:NAME}} and ${{env:NAME,default}})")
+        raise UserError(f"{where}: unknown interpolation in {describe(text)} (allowed: ${{env:NAME}} and ${{env:NAME,default}})")
 
     def value(match: re.Match[str]) -> str:
         name, default = match.groups()

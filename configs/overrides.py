@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from ridgeline.configs.errors import UserError
+import re
+
+from ridgeline.configs.errors import UserError, printable
 from ridgeline.configs.fields import ROOT, Slot, unknown_key_hint
-from ridgeline.configs.yaml_tree import Items, Mapping, Node, Path, Scalar, Source, child, dotted, merge, parse
+from ridgeline.configs.yaml_tree import MAX_CONFIG_BYTES, Items, Mapping, Node, Path, Scalar, Source, child, dotted, merge, parse
+
+_INDEX = re.compile(r"[0-9]{1,9}")
 
 
 def apply_overrides(tree: Mapping, overrides: tuple[str, ...], root: Slot = ROOT) -> Mapping:
@@ -29,6 +33,8 @@ def _apply_one(tree: Mapping, text: str, root: Slot) -> Node:
     key = key.strip()
     if not equals or not key:
         raise UserError(f"{source}: an override has the form section.key=value")
+    if len(text) > MAX_CONFIG_BYTES:
+        raise UserError(f"{source}: an override of {len(text):,} characters; at most {MAX_CONFIG_BYTES:,} are read")
     value = parse(value_text, source) or Scalar(None, source)
     return _set(tree, _path_of(key, source, root), value, source, ())
 
@@ -44,16 +50,16 @@ def _path_of(key: str, source: Source, root: Slot) -> Path:
         if slot.is_open_mapping:
             return (*path, ".".join(parts[position:]))
         if slot.is_list:
-            if not part.isdecimal():
-                raise UserError(f"{source}: {dotted(path)} is a list; use an index, as in {dotted(path)}.0")
+            if not _INDEX.fullmatch(part):
+                raise UserError(f"{source}: {printable(dotted(path))} is a list; use an index, as in {printable(dotted(path))}.0")
             path = (*path, int(part))
         else:
             path = (*path, part)
         if slot.section is None and not slot.is_list:
-            raise UserError(f"{source}: {dotted(path[:-1])} is a single value and has no key '{part}'")
+            raise UserError(f"{source}: {dotted(path[:-1])} is a single value and has no key '{printable(part)}'")
         following = slot.step(part)
         if following is None:
-            raise UserError(f"{source}: {dotted(path)}: {unknown_key_hint(path, root)}")
+            raise UserError(f"{source}: {printable(dotted(path))}: {unknown_key_hint(path, root)}")
         slot = following
     return path
 
@@ -65,7 +71,7 @@ def _set(node: Node | None, path: Path, value: Node, source: Source, done: Path)
     if isinstance(part, int):
         length = len(node.items) if isinstance(node, Items) else 0
         if not isinstance(node, Items) or part >= length:
-            raise UserError(f"{source}: {dotted(done)} has {length} elements; {part} is out of range")
+            raise UserError(f"{source}: {printable(dotted(done))} has {length} elements; {part} is out of range")
         items = list(node.items)
         items[part] = _set(items[part], path[1:], value, source, (*done, part))
         return Items(tuple(items), node.source)

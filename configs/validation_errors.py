@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ridgeline.configs.errors import UserError, first_of
+from ridgeline.configs.errors import UserError, first_of, printable
 from ridgeline.configs.fields import ROOT, Slot, unknown_key_hint
 from ridgeline.configs.yaml_tree import Mapping, Path, describe, dotted, source_of
 
@@ -34,7 +34,7 @@ def validation_error(error: ValidationError, tree: Mapping, root: Slot = ROOT) -
     for number, found in enumerate(problems):
         path = _path(found)
         source = source_of(tree, path)
-        places.append((source.kind == "override", source.text, source.line, f"{source}: {dotted(path)}", number))
+        places.append((source.kind == "override", source.text, source.line, f"{source}: {printable(dotted(path))}", number))
     places.sort()
     *_, place, number = places[0]
     first = _message(dict(problems[number]), _path(problems[number]), "[key]" in problems[number]["loc"], root)

@@ -12,7 +12,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, ScalarNode, SequenceNode
 
-from ridgeline.configs.errors import UserError
+from ridgeline.configs.errors import UserError, printable
 from ridgeline.configs.files import read_limited
 
 MAX_CONFIG_BYTES = 256 << 10
@@ -34,7 +34,7 @@ class Source:
     def __str__(self) -> str:
         if self.kind == "file":
             return f"{self.text}:{self.line}"
-        return f"override '{self.text}'" if self.kind == "override" else "default"
+        return f"override '{printable(self.text)}'" if self.kind == "override" else "default"
 
 
 DEFAULT = Source("default")
@@ -122,9 +122,9 @@ def _compose(yaml: YAML, text: str, where: Source) -> Any:
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         problem = " ".join(part for part in (error.context, error.problem) if part)
-        raise UserError(f"{_at(where, mark.line if mark else 0)}: not valid YAML: {problem}") from None
+        raise UserError(f"{_at(where, mark.line if mark else 0)}: not valid YAML: {printable(problem)}") from None
     except (YAMLError, ValueError) as error:  # ValueError: an escape beyond Unicode
-        raise UserError(f"{where}: not valid YAML: {' '.join(str(error).split())}") from None
+        raise UserError(f"{where}: not valid YAML: {printable(' '.join(str(error).split()))}") from None
 
 
 def _at(where: Source, line: int) -> Source:
@@ -168,7 +168,7 @@ class _Converter:
                 raise UserError(f"{source}: a key must be a scalar")
             key = _text(key_node.value, source)
             if key in items:
-                raise UserError(f"{source}: {key}: duplicate key (first at {key_sources[key]})")
+                raise UserError(f"{source}: {printable(key)}: duplicate key (first at {key_sources[key]})")
             items[key] = self.convert(value_node, parents)
             key_sources[key] = source
         return Mapping(items, _at(self._where, node.start_mark.line), key_sources)

@@ -21,7 +21,7 @@ from ridgeline.configs.errors import UserError
 from ridgeline.configs.foreign import read_object
 from ridgeline.loaders.manifest import MANIFEST_NAME
 from ridgeline.loaders.records import SET_NAME
-from ridgeline.rundir.files import temporary, write_atomically
+from ridgeline.rundir.files import refuse_link, temporary, write_atomically
 
 STATE_DIRECTORY = ".prepare"
 BAD_RECORDS_FILE = "bad_records.jsonl"
@@ -63,6 +63,7 @@ class State:
 
         Raises UserError when another process has the lock, or when the output contains something else.
         """
+        refuse_link(self.work)
         if not (self.work / "state.json").exists() and not overwrite:
             self._refuse_other_files()
         self.work.mkdir(parents=True, exist_ok=True)
@@ -132,7 +133,12 @@ class State:
 
     def _is_set(self, name: object) -> bool:
         """Return whether a name in state.json, which may be damaged, is that of a subdirectory."""
-        return isinstance(name, str) and SET_NAME.fullmatch(name) is not None and (self.output / name).is_dir()
+        return (
+            isinstance(name, str)
+            and SET_NAME.fullmatch(name) is not None
+            and (self.output / name).is_dir()
+            and not (self.output / name).is_symlink()
+        )
 
     def _earlier(self) -> dict[str, Any] | None:
         path = self.work / "state.json"

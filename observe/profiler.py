@@ -11,7 +11,6 @@ import datetime
 import json
 import logging
 import re
-import shutil
 import signal
 import subprocess
 import time
@@ -20,9 +19,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from ridgeline.configs.errors import UserError
 from ridgeline.configs.schema import ProfilerConfig
 from ridgeline.observe import frames
 from ridgeline.rundir.captures import FRAMES_SUFFIX, profile_root
+from ridgeline.rundir.files import discard, refuse_link, write_atomically
 
 _log = logging.getLogger("ridgeline")
 StartAnalysis = Callable[[Path, int], "subprocess.Popen[bytes]"]
@@ -90,7 +91,7 @@ class Profiler:
         self._usual_step_s: float | None = None
         self._first_step = self._stop_step = 0
         self._sampler = frames.Sampler()
-        shutil.rmtree(self._scratch, ignore_errors=True)  # of a start that was killed
+        discard(self._scratch)  # of a start that was killed
         self.active = False
         """Whether a capture is running."""
 
@@ -147,7 +148,7 @@ class Profiler:
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # Python call events flood the trace and slow the loop
         options.session_id = "capture"
-        shutil.rmtree(self._scratch, ignore_errors=True)  # a killed process may have left one
+        discard(self._scratch)  # a killed process may have left one
         try:
             jax.profiler.start_trace(self._scratch, profiler_options=options)
         except RuntimeError as error:  # another profiler has the only session
@@ -171,23 +172,24 @@ class Profiler:
                 if self._analyze is not None:
                     planned = self._first_step == self._config.start_step  # by all processes; a requested one is of this process only
                     self._analyses.append(self._analyze(directory, self._num_processes if planned else 1))
-        except (RuntimeError, OSError) as error:
+        except (RuntimeError, OSError, UserError) as error:
             _log.warning("the profile of steps %d to %d could not be written: %s", self._first_step, step - 1, error)
             return None
         finally:
-            shutil.rmtree(self._scratch, ignore_errors=True)
+            discard(self._scratch)
         return directory
 
     def _publish(self, stop_step: int, sampled: list[tuple[int, int, str]]) -> Path:
         """Move the capture to its place; with several processes the process index is appended to the host name."""
         restart = f"-restart{self._restart}" if self._restart else ""
         directory = profile_root(self._run_dir) / f"steps{self._first_step:07d}-{stop_step - 1:07d}{restart}"
+        refuse_link(directory)
         directory.mkdir(parents=True, exist_ok=True)
         suffix = f"-p{self._process:05d}" if self._num_processes > 1 else ""
         for file in (self._scratch / "plugins" / "profile" / "capture").iterdir():
             kind = next((k for k in (".xplane.pb", ".trace.json.gz") if file.name.endswith(k)), "")
             if kind == ".xplane.pb":
-                (directory / (file.name.removesuffix(kind) + suffix + FRAMES_SUFFIX)).write_text(json.dumps(sampled))
+                write_atomically(directory / (file.name.removesuffix(kind) + suffix + FRAMES_SUFFIX), json.dumps(sampled).encode())
             file.replace(directory / (file.name.removesuffix(kind) + suffix + kind))
         return directory
 
@@ -198,7 +200,7 @@ class Profiler:
         hlo = self._hlo_text()
         module = hlo_module_name(hlo) if hlo else None
         if hlo and module:
-            (directory / f"{module}.hlo.txt").write_text(hlo)
+            write_atomically(directory / f"{module}.hlo.txt", hlo.encode())
         record = {
             "first_step": self._first_step,
             "num_steps": stop_step - self._first_step,
@@ -210,7 +212,7 @@ class Profiler:
             "jax": jax.__version__,
             "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         }
-        (directory / "capture.json").write_text(json.dumps(record, indent=1) + "\n")
+        write_atomically(directory / "capture.json", (json.dumps(record, indent=1) + "\n").encode())
 
     def close(self, step: int | None = None) -> Path | None:
         """End a running capture (steps before `step` are done) and restore the handler of SIGUSR1."""

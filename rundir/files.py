@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -45,6 +47,8 @@ def write_record(path: Path, record: Record) -> None:
 def write_atomically(path: Path, content: bytes) -> None:
     """Replace a file. After a crash it holds either the old or the new content, complete. Raises OSError."""
     written = temporary(path)
+    if written.is_symlink():  # it would be written where it leads
+        written.unlink()
     with open(written, "wb") as file:
         file.write(content)
         file.flush()
@@ -55,6 +59,21 @@ def write_atomically(path: Path, content: bytes) -> None:
         if written.exists() or not path.exists() or path.read_bytes() != content:
             raise
     sync_directory(path.parent)
+
+
+def discard(path: Path) -> None:
+    """Remove a directory with its content, or a file or link in its place; what cannot be removed stays."""
+    with contextlib.suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def refuse_link(path: Path) -> None:
+    """Raise UserError for a symbolic link, before something is written or removed below it: it may lead anywhere."""
+    if path.is_symlink():
+        raise UserError(f"{path} is a symbolic link to {os.readlink(path)}: nothing is written through it; remove it")
 
 
 def make_directory(path: Path) -> None:

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.files import open_regular
-from ridgeline.rundir.files import first_problem
+from ridgeline.rundir.files import first_problem, refuse_link
 
 T = TypeVar("T")
 MAX_LOG_BYTES = 2 << 30
@@ -41,7 +41,9 @@ class LineFile:
         self._lock = threading.RLock()  # a signal handler may log in the thread that is writing a line
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+            refuse_link(path)
+            flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
+            self._fd = os.open(path, flags, 0o644)
             self.torn_bytes = self._cut_torn_line()
         except OSError as error:  # of a FIFO, there is no end to read
             raise UserError(f"cannot write {path}: {error.strerror}") from error

@@ -28,7 +28,7 @@ from pydantic import PositiveInt
 from ridgeline.configs.environment import read_number
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.files import read_limited
-from ridgeline.rundir.files import Record, read_record, sync_directory, write_record
+from ridgeline.rundir.files import Record, read_record, refuse_link, sync_directory, write_record
 
 LEASE = "lease"
 RELEASED = "released"
@@ -199,6 +199,7 @@ def acquire(
     """
     root = run_dir / LEASE
     while True:
+        refuse_link(root)
         root.mkdir(exist_ok=True)
         epoch = (_epochs(root) or [0])[-1]
         if epoch and not _is_free(run_dir, epoch, me, job_ended, log, sleep):

@@ -32,6 +32,7 @@ from ridgeline.models.huggingface.peft import ADAPTER_CONFIG, PeftAdapter, base_
 from ridgeline.models.int8 import INT8, Index, is_matrix, quantized_on_load
 from ridgeline.models.lora import with_magnitudes
 from ridgeline.rundir.bench_results import config_sha256
+from ridgeline.rundir.files import discard
 from ridgeline.sharding.mesh import build_mesh
 from ridgeline.sharding.partition import Partitioner
 from ridgeline.trainer.checkpoint.directories import step_dir
@@ -380,7 +381,7 @@ def merged_tokenizer(run: Path, corpus: Path, add_bos: bool, source: Path) -> tu
         notes.append(f"note: the documents {begin[add_bos]}, those of {source} {begin[not add_bos]}; the run uses the former")
     if lost := left_behind(opened.tokenizer_dir or opened.files_dir):
         notes.append(f"note: not copied from {source}: {', '.join(lost)} (tokenizers with their own Python code are not supported)")
-    shutil.rmtree(merged, ignore_errors=True)
+    discard(merged)
     for place in (run / "tokenizer", opened.files_dir, opened.tokenizer_dir):  # an import that is trained itself has its own
         if place is not None and place.is_dir():
             copy_files(place, merged)

@@ -24,7 +24,7 @@ from ridgeline.configs.schema import Config
 from ridgeline.loaders.manifest import TokenizerInfo, check_same_tokenizer
 from ridgeline.rundir.directory import RunDir
 from ridgeline.rundir.events import event_files, read_events
-from ridgeline.rundir.files import make_directory, sync_directory
+from ridgeline.rundir.files import discard, make_directory, sync_directory
 from ridgeline.rundir.lease import JobEnded, Lease, acquire, this_process
 from ridgeline.rundir.provenance import SOURCE_TREE, packages, source_state, user
 from ridgeline.rundir.records import RunRecord, Start
@@ -259,7 +259,7 @@ def keep_tokenizer(source: Path, run: RunDir, metadata: Mapping[str, Any] | None
     target = run.tokenizer
     scratch, old = target.with_name(".tokenizer.new"), target.with_name(".tokenizer.old")
     for left in (scratch, old):
-        shutil.rmtree(left, ignore_errors=True)  # of a start that was killed
+        discard(left)  # of a start that was killed
     if not source.is_dir():
         return
     if target.is_dir() and identity.files_of(source) == identity.files_of(target):
@@ -279,7 +279,7 @@ def keep_tokenizer(source: Path, run: RunDir, metadata: Mapping[str, Any] | None
         os.rename(target, old)
     os.rename(scratch, target)
     sync_directory(run.path)
-    shutil.rmtree(old, ignore_errors=True)
+    discard(old)
 
 
 def check_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

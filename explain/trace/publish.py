@@ -13,7 +13,7 @@ from ridgeline.explain.trace.capture import Capture
 from ridgeline.explain.trace.figures import breakdown, roofline
 from ridgeline.rundir.analysis import Analysis, write_analysis
 from ridgeline.rundir.captures import ANALYSIS_FILE
-from ridgeline.rundir.files import write_atomically
+from ridgeline.rundir.files import refuse_link, write_atomically
 from ridgeline.rundir.metrics import metric
 
 TENSORBOARD_RUN = "steps"
@@ -30,6 +30,7 @@ def publish(capture: Capture, analysis: Analysis, *, clock: Callable[[], float] 
       UserError: the directory of the capture cannot be written.
     """
     directory = capture.directory
+    refuse_link(directory)
     pngs = {"breakdown": breakdown(analysis.devices), "roofline": roofline(analysis)}
     figures = {name: png for name, png in pngs.items() if png is not None}
     written: list[Path] = []
@@ -51,6 +52,7 @@ def _tensorboard(directory: Path, analysis: Analysis, figures: Mapping[str, byte
     from tensorboardX.proto.event_pb2 import Event
     from tensorboardX.proto.summary_pb2 import Summary
 
+    refuse_link(directory)
     directory.mkdir(parents=True, exist_ok=True)
     last = max((step.step for step in analysis.steps if step.step is not None), default=0)
     writer = EventsWriter(str(directory / "events"), f".{last:07d}")

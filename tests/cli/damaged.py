@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from ridgeline.cli.main import run as ridge
+from tests.cli.outside import changes, own_places, state
 
 VALUES: tuple[Any, ...] = (
     None,
@@ -358,13 +359,26 @@ def call(arguments: list[str]) -> tuple[int, str]:
     return code, errors.getvalue()
 
 
+def written_by(root: Path, command: tuple[str, ...], cache: Path) -> tuple[Path, ...]:
+    """Return what a command may write: its output, the cache and, of the commands here, what a preparation continues."""
+    outputs = (root / name for name in ("out.json", "out.html", "exported"))
+    return (*outputs, cache, *([root / "corpus"] if command[:2] == ("data", "prepare") else []))
+
+
 def problem(root: Path, case: Case) -> str | None:
-    """Damage the file, run the command, restore the file. Return what is wrong with the answer; None when nothing is."""
+    """Damage the file, run the command, restore the file. root: alone in its directory.
+
+    Return what is wrong with the answer, or what the command changed elsewhere; None when nothing is.
+    """
     path = root / case.file
     data, times = path.read_bytes(), path.stat()
     case.apply(path)
     try:
-        return _judge(root, case)
+        with own_places(root.parent) as cache:
+            writable = written_by(root, case.command, cache)
+            before = state(root.parent, writable)
+            found = _judge(root, case)
+            return found or changes(root.parent, before, state(root.parent, writable))
     finally:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -428,10 +442,10 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="Damage only files with this in their name.")
-    parser.add_argument("--root", type=Path, help="Keep and reuse the run in this directory.")
+    parser.add_argument("--top", type=Path, help="Keep and reuse the run in this directory.")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as made:
-        root = arguments.root or Path(made)
+        root = (arguments.top or Path(made)) / "root"
         if not (root / "study").exists():
             make_run(root)
             make_others(root)

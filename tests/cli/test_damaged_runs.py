@@ -28,7 +28,7 @@ from tests.cli import damaged
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("damaged")
+    directory = tmp_path_factory.mktemp("damaged") / "root"
     damaged.make_run(directory)
     damaged.make_others(directory)
     return directory

@@ -28,7 +28,7 @@ CHUNK_BYTES = 512 << 10
 """Small enough to stay in the core's cache between read and hash."""
 _NOT_REGULAR = "not a regular file"
 
-Reason = Literal["manifest", "missing", "extra", "size", "sha256", "unreadable", "identity"]
+Reason = Literal["manifest", "missing", "extra", "size", "sha256", "unreadable", "identity", "link"]
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,7 @@ class Damage:
             "sha256": "does not match its sha256",
             "unreadable": "cannot be read",
             "identity": "belongs elsewhere",
+            "link": "is a symbolic link: nothing is changed where it leads",
         }[self.reason]
         line = f"{self.file} {text}" + (f" ({self.detail})" if self.detail else "")
         return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in line)  # a file may have any name

@@ -184,7 +184,14 @@ class _Repair:
         return True
 
     def _examine(self, path: Path, step: int) -> _Finding:
-        """Compare a step with its manifest, and look for the bytes of what is damaged. Changes nothing."""
+        """Compare a step with its manifest, and look for the bytes of what is damaged. Changes nothing.
+
+        A step behind a symbolic link is not repaired: it may be of another run.
+        """
+        finding = self._compare(path, step)
+        return _Finding(None, lost=[Damage("link", path.name)]) if path.is_symlink() and not finding.good else finding
+
+    def _compare(self, path: Path, step: int) -> _Finding:
         try:
             finding = _Finding(integrity.read_manifest(path))
         except ManifestDamage as error:
@@ -292,6 +299,8 @@ class _Repair:
     def _replace(self, path: Path, name: str, copy: _Copy) -> None:
         target, part = path / name, temporary(path / name)
         make_directory(part.parent)
+        if os.path.lexists(part):
+            dirs.remove(part)
         if not copy.write(part):
             part.unlink(missing_ok=True)
             raise UserError(f"{copy.place}: the copy of {path.name}/{name} is damaged; nothing was replaced by it")
@@ -306,8 +315,11 @@ class _Repair:
             dirs.remove(path / name)
             return
         step = dirs.step_dir(self.root, _step_of(path))
-        aside = step.with_name(f"{step.name}.bad-{dirs.REPLACED}") / name
-        number = 1
+        place, number = step.with_name(f"{step.name}.bad-{dirs.REPLACED}"), 1
+        while not (place / name).parent.resolve().is_relative_to(self.root.resolve()):  # a link leads elsewhere
+            number += 1
+            place = step.with_name(f"{step.name}.bad-{dirs.REPLACED}-{number}")
+        aside, number = place / name, 1
         while os.path.lexists(aside):
             number += 1
             aside = aside.with_name(f"{Path(name).name}.{number}")
