@@ -43,6 +43,8 @@ class Link(Protocol):
     """Called when another process is lost, in a thread of its own, with an object that has `text`."""
     position: Callable[[], dict[str, object]]
     """Returns what this process is doing, as JSON values."""
+    stacks: Callable[[], None]
+    """Writes the stacks of this process after that, in a thread of its own."""
     report: Callable[[dict[int, object]], None]
     """Called with the positions of all processes, None where one did not answer, in a thread of its own."""
 

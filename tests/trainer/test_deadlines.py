@@ -31,6 +31,7 @@ class Alone:
         self.ended, self.codes = threading.Event(), list[int]()
         self.record: Any = None
         self.position: Any = None
+        self.stacks: Any = None
         self.report: Any = None
 
     def survey(self, process: int) -> None:
