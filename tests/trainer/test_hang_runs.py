@@ -207,7 +207,7 @@ def loader_workers(rank: subprocess.Popen[str]) -> dict[str, int]:
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_a_stopped_worker_of_a_loader_is_named(workers: int, start: Callable[..., Run], draw: random.Random) -> None:
-    rank, worker, step = draw.randrange(2), draw.randrange(workers), draw.randint(5, 30)
+    rank, worker, step = draw.randrange(2), draw.randrange(min(1, workers - 1), workers), draw.randint(5, 30)
     run = start(step, f"data.workers={workers}")
     run.reaches(lambda: run.steps() > step)
     pids = loader_workers(run.ranks[rank])
@@ -227,7 +227,7 @@ def test_a_stopped_worker_of_a_loader_is_named(workers: int, start: Callable[...
 def test_a_deadlocked_worker_of_a_loader_is_named_with_its_stacks(
     workers: int, start: Callable[..., Run], tmp_path: Path, draw: random.Random
 ) -> None:
-    rank, step = draw.randrange(2), draw.randint(5, 30)
+    rank, step = draw.randrange(2), draw.randint(5, 30) | (workers - 1)  # of two workers the second: the first is a likely mistake
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(textwrap.dedent(DEADLOCK))
     run = start(
