@@ -197,36 +197,6 @@ def test_a_process_lost_during_a_save_is_named_without_waiting_for_the_save(conf
     ranks[1].communicate()
 
 
-def test_a_loader_that_never_answers_is_found_and_its_process_named(config: Path, tmp_path: Path) -> None:
-    """The worker process of process 1's loader is stopped: process 1 waits for its rows, and process 0 for process 1."""
-    port = free_port()
-    settings = ["trainer.steps=1000000", "trainer.hang_timeout_s=5", "data.workers=1", "data.batch_size=8"]
-    ranks = [train(config, 2, process, port, *settings) for process in (0, 1)]
-    log = event_file(tmp_path / "run", 0)
-    until = time.monotonic() + 300
-    while not (log.exists() and any(event.kind == "step" and event.fields["step"] > 20 for event in read_events(log))):
-        assert time.monotonic() < until and ranks[0].poll() is None
-        time.sleep(0.1)
-    children = [pid for file in Path(f"/proc/{ranks[1].pid}/task").glob("*/children") for pid in file.read_text().split()]
-    workers = [pid for pid in children if b"resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    assert workers
-    for pid in workers:
-        os.kill(int(pid), signal.SIGSTOP)
-    try:
-        for rank in ranks:
-            rank.wait(timeout=120)
-    finally:
-        for pid in workers:  # they have inherited the pipes
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)
-    outputs = [rank.communicate()[0] for rank in ranks]
-    assert exit_codes.HANG in [rank.returncode for rank in ranks], outputs
-    report = (tmp_path / "run" / "hang.0.txt").read_text()
-    assert report.startswith("suspect: process 1"), report
-    assert "_next_batch" in report
-    assert "_read_pending" in report or "jax/_src/stages.py" in report  # XLA's CPU backend may wait while it starts a step
-
-
 def test_no_process_0_is_reported_with_what_was_tried(config: Path) -> None:
     ends(
         [train(config, 2, 1, free_port(), "runtime.rendezvous_timeout_s=2")],

@@ -207,7 +207,7 @@ def loader_workers(rank: subprocess.Popen[str]) -> dict[str, int]:
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_a_stopped_worker_of_a_loader_is_named(workers: int, start: Callable[..., Run], draw: random.Random) -> None:
-    rank, worker, step = draw.randrange(2), draw.randrange(workers), draw.randint(5, 30)
+    rank, worker, step = draw.randrange(2), draw.randrange(min(1, workers - 1), workers), draw.randint(5, 30)
     run = start(step, f"data.workers={workers}")
     run.reaches(lambda: run.steps() > step)
     pids = loader_workers(run.ranks[rank])
@@ -217,14 +217,17 @@ def test_a_stopped_worker_of_a_loader_is_named(workers: int, start: Callable[...
     run.ends(LIMIT_S)
     run.hangs("a step", LIMIT_S)
     name = rf"loader worker {worker} \(pid {run.workers[0]}\), which is stopped"
-    assert re.match(rf"suspect: process {rank} .*, which does not wait for the others, and waits for {name}$", run.report()[0])
+    first, *rest = run.report()
+    assert re.match(rf"suspect: process {rank} .*, which does not wait for the others, and waits for {name}$", first)
+    assert any("_next_batch" in line for line in rest)
+    assert any("_read_pending" in line or "jax/_src/stages.py" in line for line in rest)  # XLA on CPUs may wait while it starts a step
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_deadlocked_worker_of_a_loader_is_named_with_its_stacks(
     workers: int, start: Callable[..., Run], tmp_path: Path, draw: random.Random
 ) -> None:
-    rank, step = draw.randrange(2), draw.randint(5, 30)
+    rank, step = draw.randrange(2), draw.randint(5, 30) | (workers - 1)  # of two workers the second: the first is a likely mistake
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(textwrap.dedent(DEADLOCK))
     run = start(
