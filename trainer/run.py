@@ -255,6 +255,8 @@ class _Session:
             events.emit("stopped_early", signal=request.signal.name)
             raise
         finally:
+            if self.plan_thread is not None:
+                self.plan_thread.join()  # also of a start that was refused: it writes into the run
             self.stop.unshare()
             events.close()
 

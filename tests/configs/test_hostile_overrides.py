@@ -10,6 +10,7 @@ from ridgeline.configs.errors import UserError
 from ridgeline.configs.load import load
 from ridgeline.configs.yaml_tree import MAX_CONFIG_BYTES
 from tests.configs import hostile_overrides as hostile
+from tests.configs.hostile import bomb
 
 
 def test_drawn_overrides_give_a_config_or_one_line() -> None:
@@ -54,3 +55,10 @@ def test_the_origin_of_a_value_is_one_comment(tmp_path: Path) -> None:
     case = ("models/gpt2", ("name=x # \n y: {",)), ("models/gpt2", ("run_dir=|\n  a\n  b",))
     for one in case:
         assert hostile.problem(one, tmp_path) is None
+
+
+def test_aliases_that_multiply_are_refused_within_the_memory_limit(tmp_path: Path) -> None:
+    override = f"mesh={bomb(9, 9)}"
+    assert hostile.problem(("models/gpt2", (override,)), tmp_path) is None
+    with pytest.raises(UserError, match=r"more than 50,000 values \(aliases expanded\)"):
+        load("models/gpt2", (override,), environment={})
