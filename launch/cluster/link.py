@@ -194,10 +194,12 @@ class Link:
         await self._ask_all()
         self._answered.set()
         positions = {0: await asyncio.to_thread(self.position), **{other: self._positions.get(other) for other in self._connections}}
+        own = asyncio.ensure_future(asyncio.to_thread(self.stacks))
         await asyncio.to_thread(self.report, positions)
         deadline_s = time.monotonic() + STACKS_S
         while time.monotonic() < deadline_s and (self._open & self._positions.keys()) - self._written:
             await asyncio.sleep(0.05)
+        await own
 
     async def _answer(self, connection: Connection) -> None:
         """Tell process 0 what this process is doing, and then write its stacks."""

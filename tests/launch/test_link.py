@@ -156,6 +156,7 @@ SURVEY = """
 links.SURVEY_S, links.SURVEYED_S = 1.0, 2.5
 link.position = lambda: {"at": index}
 link.report = lambda positions: print("report", sorted(positions.items()), flush=True)
+link.stacks = lambda: print("stacks", flush=True)
 time.sleep(0.3)
 """
 
@@ -172,6 +173,7 @@ def test_any_process_has_it_reported_who_does_not_answer(stopped: int) -> None:
     answers = [(index, None if index == stopped else {"at": index}) for index in range(3)]
     assert reports[0] == [f"report {answers}"]
     assert reports[1] == reports[2] == []
+    assert [output.count("stacks") for _, output in ends] == [int(index != stopped) for index in range(3)]
 
 
 def test_a_report_that_takes_long_is_left_to_process_0() -> None:

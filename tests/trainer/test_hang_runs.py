@@ -231,7 +231,7 @@ def test_a_deadlocked_worker_of_a_loader_is_named_with_its_stacks(
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(textwrap.dedent(DEADLOCK))
     run = start(
-        step,
+        step - 1,
         f"data.workers={workers}",
         environments={rank: {"PYTHONPATH": f"{tmp_path / 'site'}{os.pathsep}{ROOT}", "DEADLOCK_AT": str(step)}},
     )
