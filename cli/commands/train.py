@@ -35,7 +35,7 @@ _COLLECT = (700, 10, 10)
 
 
 SUMMARY_LOG_BYTES = 64 << 20
-"""Largest event log that a run reads at its end, while it still holds its nodes: 0.4 s and 15 MB of memory for each MB."""
+"""Most of event logs that a run reads at its end, while it still holds its nodes: 0.4 s and 15 MB of memory for each MB."""
 
 
 @click.command()
@@ -132,16 +132,18 @@ def report_end(run_dir: Path, outcome: Outcome) -> None:
     """Print where the time of the run went, its main bottleneck, and how to continue."""
     from ridgeline.explain.diagnosis.rules import summary_line
     from ridgeline.explain.summary import format_summary, summarize
-    from ridgeline.rundir.events import event_file, read_events
+    from ridgeline.rundir.events import event_file, event_files, read_events
     from ridgeline.trainer.checkpoint import directories as checkpoint_dirs
 
-    log = event_file(run_dir, 0)
     try:
-        if (size := log.stat().st_size if log.exists() else 0) > SUMMARY_LOG_BYTES:
-            click.echo(f"no summary: {log} has {size / 1e6:,.0f} MB; ridge goodput and ridge diagnose {run_dir} read it, without the nodes")
-        else:
-            click.echo(format_summary(summarize(read_events(log))))
+        sizes = [log.stat().st_size for log in event_files(run_dir)]  # of process 0 first
+        if sum(sizes[:1]) <= SUMMARY_LOG_BYTES:
+            click.echo(format_summary(summarize(read_events(event_file(run_dir, 0)))))
+        if sum(sizes) <= SUMMARY_LOG_BYTES:  # the diagnosis reads the logs of all processes
             click.echo(summary_line(run_dir))
+        else:
+            size = f"{sum(sizes) / 1e6:,.0f} MB of event logs are not read while the run holds its nodes"
+            click.echo(f"{size}: ridge goodput {run_dir} has the summary, ridge diagnose {run_dir} the bottleneck")
     except UserError as error:  # a damaged log ends no run
         click.echo(f"no summary: {error}", err=True)
     if not outcome.finished:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import itertools
 import json
 import os
 import random
@@ -19,7 +20,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -436,6 +437,20 @@ def _judge(root: Path, case: Case) -> str | None:
     return None
 
 
+def campaign(drawn: Iterable[Any], count: int, problem: Callable[[Any], str | None]) -> int:
+    """Judge the first `count` of the cases, print each distinct problem once, and return the exit code."""
+    found: Counter[str] = Counter()
+    start_s, judged = time.monotonic(), 0
+    for case in itertools.islice(drawn, count):
+        judged += 1
+        if (what := problem(case)) is not None:
+            found[what] += 1
+            if found[what] == 1:
+                print(f"{case}\n    {what}", flush=True)
+    print(f"{judged} commands, {sum(found.values())} problems of {len(found)} kinds, {time.monotonic() - start_s:.0f} s")
+    return int(bool(found))
+
+
 def main() -> None:
     """Run a campaign and print each distinct problem once."""
     parser = argparse.ArgumentParser()
@@ -450,17 +465,7 @@ def main() -> None:
             make_run(root)
             make_others(root)
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-        found: Counter[str] = Counter()
-        start_s = time.monotonic()
-        for index, case in enumerate(cases(root, arguments.seed, arguments.only, models=True)):
-            if index >= arguments.cases:
-                break
-            if (what := problem(root, case)) is not None:
-                found[what] += 1
-                if found[what] == 1:
-                    print(f"{case}\n    {what}", flush=True)
-        print(f"{arguments.cases} commands, {sum(found.values())} problems of {len(found)} kinds, {time.monotonic() - start_s:.0f} s")
-        sys.exit(bool(found))
+        sys.exit(campaign(cases(root, arguments.seed, arguments.only, models=True), arguments.cases, lambda case: problem(root, case)))
 
 
 if __name__ == "__main__":

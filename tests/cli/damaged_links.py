@@ -12,8 +12,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -167,15 +165,8 @@ def main() -> None:
         root = (arguments.top or Path(made)) / "root"
         if not (root / "run").exists():
             damaged.make_run(root)
-        found: Counter[str] = Counter()
-        start_s = time.monotonic()
-        for _, case in zip(range(arguments.cases), cases(root, arguments.seed, training=arguments.training), strict=False):
-            if (what := problem(root, case)) is not None:
-                found[what] += 1
-                if found[what] == 1:
-                    print(f"{case}\n    {what}", flush=True)
-        print(f"{arguments.cases} commands, {sum(found.values())} problems of {len(found)} kinds, {time.monotonic() - start_s:.0f} s")
-        sys.exit(bool(found))
+        drawn = cases(root, arguments.seed, training=arguments.training)
+        sys.exit(damaged.campaign(drawn, arguments.cases, lambda case: problem(root, case)))
 
 
 if __name__ == "__main__":

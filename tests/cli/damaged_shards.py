@@ -14,9 +14,7 @@ import shutil
 import struct
 import sys
 import tempfile
-import time
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from hashlib import sha256
@@ -217,15 +215,8 @@ def main() -> None:
         root = Path(made) / "root"
         make(root)
         resource.setrlimit(resource.RLIMIT_AS, (damaged.MEMORY_BYTES, damaged.MEMORY_BYTES))
-        found: Counter[str] = Counter()
-        start_s = time.monotonic()
-        for _, case in zip(range(arguments.cases), cases(root, arguments.seed, training=arguments.training), strict=False):
-            if (what := problem(root, case)) is not None:
-                found[what] += 1
-                if found[what] == 1:
-                    print(f"{case.damage}: ridge {' '.join(case.command)}\n    {what}", flush=True)
-        print(f"{arguments.cases} commands, {sum(found.values())} problems of {len(found)} kinds, {time.monotonic() - start_s:.0f} s")
-        sys.exit(bool(found))
+        drawn = cases(root, arguments.seed, training=arguments.training)
+        sys.exit(damaged.campaign(drawn, arguments.cases, lambda case: problem(root, case)))
 
 
 if __name__ == "__main__":

@@ -243,16 +243,19 @@ def test_a_run_reads_no_event_log_at_its_end_that_would_hold_its_nodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from ridgeline.cli.commands import train
-    from ridgeline.rundir.events import EventLog
+    from ridgeline.rundir.events import EventLog, event_file
     from ridgeline.trainer.loop import Outcome
 
-    log = EventLog(tmp_path / "events.jsonl", run="run")
-    with log.phase("train"):
-        log.emit("step", step=1, loss=2.0)
-    log.close()
+    for process in range(2):
+        log = EventLog(event_file(tmp_path, process), process, run="run")
+        with log.phase("train"):
+            log.emit("step", step=1, loss=2.0)
+        log.close()
     outcome = cast(Outcome, SimpleNamespace(finished=True))
-    train.report_end(tmp_path, outcome)
-    assert "where the time went" in capsys.readouterr().out
-    monkeypatch.setattr(train, "SUMMARY_LOG_BYTES", (tmp_path / "events.jsonl").stat().st_size - 1)
-    train.report_end(tmp_path, outcome)
-    assert capsys.readouterr().out.startswith(f"no summary: {tmp_path / 'events.jsonl'} has ")
+    size = event_file(tmp_path, 0).stat().st_size
+    for limit, summary, diagnosis in ((2 * size + 99, True, True), (size, True, False), (size - 1, False, False)):
+        monkeypatch.setattr(train, "SUMMARY_LOG_BYTES", limit)
+        train.report_end(tmp_path, outcome)
+        said = capsys.readouterr().out
+        assert ("where the time went" in said, "diagnosis: " in said) == (summary, diagnosis)
+        assert ("MB of event logs are not read while the run holds its nodes: ridge goodput" in said) == (not diagnosis)
