@@ -260,6 +260,15 @@ class Kernels:
         projection = matmuls * self.matmul_s(local.tokens // local.tensor, width, 2 * width)
         return (of_block(replace(self, local=local.modules)) + Work(projection, self.memory_s(matmuls * streams))) * local.model.mtp_layers
 
+    def unembedding_gradient_s(self, width: int, vocab: int, chunk: int) -> float:
+        """Return the time of the unembedding's gradient of one chunk of tokens, [D, C] x [C, V].
+
+        It is a float32 sum over chunks: every chunk reads and writes the whole table.
+        """
+        passes_s = self.memory_s(8 * width * vocab)
+        exposed_s = SUM_EXPOSED * passes_s if self.software.name == DEFAULT_SOFTWARE else 0.0
+        return max(self.matmul_s(width, vocab, chunk) + exposed_s, passes_s)
+
     def loss(self) -> Work:
         """Return logits, cross-entropy and both gradients of a microbatch, chunk by chunk."""
         local = self.local
@@ -267,10 +276,7 @@ class Kernels:
         stages = 1 if self.software.stages_hold_layers else local.pipeline
         tokens = local.heads * local.tokens // stages  # each stage has a part of the tokens
         chunks = math.ceil(tokens / chunk)
-        # The gradient of the weight is a float32 sum over chunks: every chunk reads and writes the whole table.
-        passes = self.memory_s(8 * width * vocab)
-        exposed_s = SUM_EXPOSED * passes if self.software.name == DEFAULT_SOFTWARE else 0.0
-        weight = max(self.matmul_s(width, vocab, chunk) + exposed_s, passes)
+        weight = self.unembedding_gradient_s(width, vocab, chunk)
         compute = self.matmul_s(chunk, vocab, width) + self.matmul_s(chunk, width, vocab) + (0.0 if local.adapted else weight)
         table = 2 * local.compute_itemsize if local.adapted else 12
         memory = chunks * LOGIT_PASSES_BYTES * chunk * vocab + table * local.table + 8 * local.heads * local.stream_bytes // stages

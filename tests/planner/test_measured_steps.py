@@ -41,3 +41,7 @@ def test_attention_and_loss_take_what_they_took(row: dict[str, Any]) -> None:
     attention_s = (attention.forward + attention.backward).seconds * config.model.num_layers
     assert abs(attention_s / row["attention_s"] - 1) <= 0.05
     assert abs(kernels.loss().seconds / row["loss_s"] - 1) <= 0.06
+    if "unembedding_gradient_s" in row:
+        model = config.model
+        chunk_s = kernels.unembedding_gradient_s(model.embed_dim, model.padded_vocab_size, config.compute.loss_chunk)
+        assert abs(chunk_s / row["unembedding_gradient_s"] - 1) <= 0.05
