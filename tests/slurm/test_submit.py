@@ -148,7 +148,8 @@ def test_status_tells_held_and_blocked_jobs_from_those_that_wait_their_turn(slur
     assert shown("waits")["waiting"] == "held"
 
     never = submitted("never", "-N", "1", "--cluster-set", f'slurm.options=["--dependency=afterok:{waits}"]')
-    assert (shown("never")["reason"], shown("never")["waiting"]) == ("Dependency", "queued")
+    slurm.until(lambda: shown("never")["reason"] == "Dependency", 60, "the scheduler's reason")
+    assert shown("never")["waiting"] == "queued"
     slurm.run("scancel", waits)
     slurm.until(lambda: shown("never")["reason"] == "DependencyNeverSatisfied", 60, "the scheduler's reason")
     assert shown("never")["waiting"] == "blocked"
