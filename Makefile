@@ -72,7 +72,7 @@ quickstart: $(VENV)/.installed  ## corpus, tokenizer, training, evaluation and a
 test: $(VENV)/.installed-dev  ## the test suite (FULL=1: every case of the long tables, of which it draws some)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder --ignore tests/slurm --ignore tests/stores $(addprefix --ignore=,$(INJECTIONS)) tests
 
-test-injections: $(VENV)/.installed-dev  ## every rule of the diagnosis on a real run with its fault planted, alone on the machine
+test-injections: $(VENV)/.installed-dev  ## rules of the diagnosis on real runs with their faults planted, alone on the machine (FULL=1: all rules, not half)
 	$(BIN)/python -m pytest --durations 5 $(INJECTIONS)
 
 test-slurm: $(VENV)/.installed-dev  ## the tests that run on real Slurms: clusters of four nodes on this machine

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from ridgeline.configs.schema import Config
     from ridgeline.configs.tuning_schema import LoraConfig
     from ridgeline.models.huggingface.compressed import Quantization
+    from ridgeline.trainer.checkpoint.param_slices import ParamReader
+    from ridgeline.trainer.pretrained import Source
 
     Slice = tuple[str, int | None, np.ndarray]
     """Path of a parameter, layer (None: the whole parameter), values."""
@@ -192,30 +194,11 @@ def to_hf(
         raise UserError("--set does not go with --no-loss")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from ridgeline.loaders.hf_files import special_ids, write_tokenizer
-    from ridgeline.models.huggingface.convert import (
-        CONFIG_NAME,
-        export_weights,
-        hf_config,
-        model_from_hf,
-        parameter_shapes,
-        quantization_config,
-        read_config,
-    )
-    from ridgeline.models.huggingface.peft import export_adapter, merged
-    from ridgeline.trainer.checkpoint import identity
-    from ridgeline.trainer.checkpoint.param_slices import ParamReader
-    from ridgeline.trainer.pretrained import changed_positions, open_source
+    from ridgeline.models.huggingface.convert import CONFIG_NAME, export_weights, hf_config, quantization_config
+    from ridgeline.models.huggingface.peft import merged
 
     start_s = time.perf_counter()
-    source = open_source(run)
-    if source.hf is not None:
-        raise UserError(f"{run} is a Hugging Face directory; to-hf needs a run directory (`ridge convert from-hf` makes one)")
-    lora = source.config.lora
-    if (lora.rank is None) != (not adapter and not merge) or (adapter and merge):
-        has = "no adapters; leave out --adapter and --merge" if lora.rank is None else "adapters; choose one of --adapter and --merge"
-        raise UserError(f"{run} has {has}")
-    if without_mtp and not source.config.model.mtp_layers:
-        raise UserError(f"{run} has no modules of multi-token prediction; leave out --without-mtp")
+    source = _source_to_export(run, adapter=adapter, merge=merge, without_mtp=without_mtp)
     tokenizer = source.tokenizer
     place = source.tokenizer_dir or source.files_dir
     kept = dtype or (source.config.precision.compute if merge or quantize else source.config.precision.params)
@@ -223,24 +206,15 @@ def to_hf(
     description = hf_config(model, kept, special_ids(tokenizer, place))
     if quantize is not None:
         description["quantization_config"] = quantization_config(model, quantize)
-    reader = ParamReader(run / "checkpoints", step)
-    if note := identity.check_config(source.config, reader.metadata, run):
-        click.echo(f"note: {note}", err=True)
-    if place is not None:
-        identity.check_tokenizer_files(reader.metadata, place)
-    if reader.shapes != parameter_shapes(source.config.model, lora):
-        raise UserError(f"the checkpoint of step {reader.step} in {run} does not match the model in its config.yaml")
+    reader = _checkpoint_to_export(run, source, step, place)
     description["ridgeline"] = {"run": source.config.name, "step": reader.step, "config_sha256": source.config_sha256}
     measure = None if quantize is None or no_loss else _loss_measurement(run, source.config, reader.step, sets)
     before = None if measure is None else measure(run)
     with _new_directory(directory) as target:
         if adapter:
-            base = _base_name(source.config)
-            count = export_adapter(source.config.model, lora, reader.read, target, base, kept)
-            for line in changed_positions(Path(base), model_from_hf(read_config(Path(base))), source.config.model) if base else ():
-                click.echo(f"note: {line}: set it in the base's config.json, or use --merge", err=True)
+            count = _export_adapter(source.config, reader, target, kept)
         else:
-            read = merged(reader.read, source.config.model, lora) if merge else reader.read
+            read = merged(reader.read, source.config.model, source.config.lora) if merge else reader.read
             count = export_weights(model, read, target, kept, int(max_shard_gb * 1e9), quantize)
             (target / CONFIG_NAME).write_text(json.dumps(description, indent=2) + "\n")
         written = write_tokenizer(tokenizer, place, target)
@@ -267,6 +241,51 @@ def to_hf(
             {"set": name, "run": loss, "export": after[name], "difference": after[name] - loss} for name, loss in before.items()
         ]
     _report({**result, "seconds": round(time.perf_counter() - start_s, 2)}, as_json)
+
+
+def _source_to_export(run: Path, *, adapter: bool, merge: bool, without_mtp: bool) -> Source:
+    """Open a run, and refuse options of to-hf that do not fit it."""
+    from ridgeline.trainer.pretrained import open_source
+
+    source = open_source(run)
+    if source.hf is not None:
+        raise UserError(f"{run} is a Hugging Face directory; to-hf needs a run directory (`ridge convert from-hf` makes one)")
+    adapted = source.config.lora.rank is not None
+    if adapted != (adapter or merge) or (adapter and merge):
+        has = "adapters; choose one of --adapter and --merge" if adapted else "no adapters; leave out --adapter and --merge"
+        raise UserError(f"{run} has {has}")
+    if without_mtp and not source.config.model.mtp_layers:
+        raise UserError(f"{run} has no modules of multi-token prediction; leave out --without-mtp")
+    return source
+
+
+def _checkpoint_to_export(run: Path, source: Source, step: int | None, tokenizer_dir: Path | None) -> ParamReader:
+    """Open the checkpoint of a step, and refuse one of another model or tokenizer."""
+    from ridgeline.models.huggingface.convert import parameter_shapes
+    from ridgeline.trainer.checkpoint import identity
+    from ridgeline.trainer.checkpoint.param_slices import ParamReader
+
+    reader = ParamReader(run / "checkpoints", step)
+    if note := identity.check_config(source.config, reader.metadata, run):
+        click.echo(f"note: {note}", err=True)
+    if tokenizer_dir is not None:
+        identity.check_tokenizer_files(reader.metadata, tokenizer_dir)
+    if reader.shapes != parameter_shapes(source.config.model, source.config.lora):
+        raise UserError(f"the checkpoint of step {reader.step} in {run} does not match the model in its config.yaml")
+    return reader
+
+
+def _export_adapter(config: Config, reader: ParamReader, target: Path, dtype: Any) -> int:
+    """Write the adapters of a checkpoint in the format of peft. Return the number of tensors."""
+    from ridgeline.models.huggingface.convert import model_from_hf, read_config
+    from ridgeline.models.huggingface.peft import export_adapter
+    from ridgeline.trainer.pretrained import changed_positions
+
+    base = _base_name(config)
+    count = export_adapter(config.model, config.lora, reader.read, target, base, dtype)
+    for line in changed_positions(Path(base), model_from_hf(read_config(Path(base))), config.model) if base else ():
+        click.echo(f"note: {line}: set it in the base's config.json, or use --merge", err=True)
+    return count
 
 
 def _loss_measurement(run: Path, config: Config, step: int | None, sets: tuple[str, ...]) -> Callable[[Path], dict[str, float]] | None:

@@ -1,6 +1,7 @@
 """Real runs with one planted fault each (tests/explain/injections.py): the right rule comes first; healthy controls have no findings.
 
-They measure time, so they need the machine to themselves: `make test-injections`, not `make test`.
+They measure time, so they need the machine to themselves: `make test-injections`, not `make test`. Each commit draws half of the rules;
+`make test-injections FULL=1` plants the faults of all.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from ridgeline.rundir.events import event_file, read_events
 from tests.explain.injections import BROKEN, CASES, COMPUTING, PAIRS, WAITING, Bench, Case
 from tests.explain.magnitudes import FAULTS, Fault
 from tests.explain.remedies import check_remedies
+from tests.sampling import drawn
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
@@ -48,7 +50,7 @@ def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return made
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.rule is not None], ids=lambda case: case.rule)
+@pytest.mark.parametrize("case", drawn([case for case in CASES if case.rule is not None], 12), ids=lambda case: case.rule)
 def test_the_planted_fault_of_a_real_run_is_named_first(bench: Bench, case: Case) -> None:
     findings = bench.diagnose(case)
     assert [finding["rule"] for finding in findings][:1] == [case.rule], findings
