@@ -280,7 +280,8 @@ def build_progress(total_steps: int, *, process: int = 0, stream: TextIO | None 
     console = Console(file=stream)
     if console.is_terminal and not console.is_dumb_terminal:
         return LoggedProgress(TerminalProgress(total_steps, console), total_steps)
-    return LoggedProgress(PlainProgress(total_steps, lambda line: print(line, file=stream, flush=True)), total_steps)
+    # One write: print() would write the newline apart where Python is unbuffered, and a line of another thread between the two.
+    return LoggedProgress(PlainProgress(total_steps, lambda line: print(f"{line}\n", end="", file=stream, flush=True)), total_steps)
 
 
 def _done(what: str, took_s: float) -> str:

@@ -170,7 +170,7 @@ class Lease:
         holder = current_holder(self.run_dir)
         by = "its lease was removed" if holder is None else f"another start took it over: {holder}"
         with contextlib.suppress(OSError, ValueError):  # stderr may be closed
-            print(f"ridge: stopped: {self.run_dir} is no longer this start's ({by}); nothing more is written", file=sys.stderr, flush=True)
+            sys.stderr.write(f"ridge: stopped: {self.run_dir} is no longer this start's ({by}); nothing more is written\n")
         self._end(TAKEN_OVER_EXIT_CODE)
 
 

@@ -102,3 +102,16 @@ def _defined(top: Path, module: str) -> frozenset[str]:
         elif isinstance(node, ast.Import | ast.ImportFrom):
             names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
     return frozenset(names)
+
+
+def test_threads_of_a_run_print_whole_lines() -> None:
+    """print() writes the newline apart where Python is unbuffered, as under many job scripts: the line of another thread comes between."""
+    apart = []
+    for package in ("launch", "loaders", "observe", "rundir", "trainer"):
+        for file in (ROOT / package).resolve().rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
+                    given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+                    if "file" in given and given.get("end") != "''":
+                        apart.append(f"{file.relative_to(ROOT.parent)}:{node.lineno}")
+    assert apart == []

@@ -295,7 +295,7 @@ class _Session:
         within(WRITE_S, write)
         line = said[0] if said else f"{path} cannot be written; the report:\n{text.rstrip()}"
         if line:
-            print(f"ridge: hang: {line}", file=sys.stderr, flush=True)
+            sys.stderr.write(f"ridge: hang: {line}\n")
 
     def _open_copies(self) -> Copies | None:
         """Process 0: begin to copy checkpoints to checkpoint.copy_to. Raises UserError in every process when that URL cannot be used."""

@@ -59,7 +59,7 @@ class KeyValueStore(Protocol):
 class Stop:
     """The stop request of one process. `log` receives one line when a signal arrives; it may be replaced (a progress bar)."""
 
-    def __init__(self, log: Callable[[str], None] = lambda text: print(f"ridge: {text}", file=sys.stderr, flush=True)) -> None:
+    def __init__(self, log: Callable[[str], object] = lambda text: sys.stderr.write(f"ridge: {text}\n")) -> None:
         self.log = log
         self.requested: signal.Signals | None = None
         """The signal that this process, or another one, received."""

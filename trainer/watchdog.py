@@ -200,8 +200,8 @@ class Watchdog:
         self._written.set()
         within(SURVEY_S, self._survey)
         within(WRITE_S, lambda: self._emit("hang", **fields))
-        said = f"ridge: hang: {where}; the stacks of all threads are in {self._stacks}"
-        within(WRITE_S, lambda: print(said, file=sys.stderr, flush=True))
+        said = f"ridge: hang: {where}; the stacks of all threads are in {self._stacks}\n"
+        within(WRITE_S, lambda: sys.stderr.write(said))
         self._end(self._exit_code)
 
 

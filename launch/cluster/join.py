@@ -292,4 +292,4 @@ def _check_found_devices(info: ProcessInfo, verdict: Verdict) -> None:
 
 
 def _log(message: str) -> None:
-    print(f"ridge: {message}", file=sys.stderr, flush=True)
+    sys.stderr.write(f"ridge: {message}\n")

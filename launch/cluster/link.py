@@ -227,7 +227,7 @@ class Link:
         while not first:
             time.sleep(1)
         with contextlib.suppress(OSError, ValueError):  # nobody may read it: Slurm's step daemon may be what was killed
-            print(f"ridge: stopped: {why}; the last good checkpoint is intact", file=sys.stderr, flush=True)
+            sys.stderr.write(f"ridge: stopped: {why}; the last good checkpoint is intact\n")
             sys.stdout.flush()
         self.leave(exit_codes.LOST_PEER, why)
         if self._relay:

@@ -144,7 +144,7 @@ def _secret() -> str:
 
 
 def _log(message: str) -> None:
-    print(f"ridge: {message}", file=sys.stderr, flush=True)
+    sys.stderr.write(f"ridge: {message}\n")
 
 
 def _valid(values: Mapping[int, Any], check: Callable[[Any], object]) -> dict[int, Any]:

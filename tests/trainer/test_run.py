@@ -608,16 +608,18 @@ def test_a_run_whose_checkpoints_vanished_is_refused_until_they_are_back(
 def test_a_run_whose_directory_vanishes_ends_with_its_own_code(corpus: Path, tmp_path: Path) -> None:
     config = make_config(corpus, tmp_path / "run", trainer={"steps": 100_000}, checkpoint={"every": 0, "final": False})
     words = [*command(config, tmp_path), "runtime.lease_timeout_s=4", "evaluation.every=0"]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(), cwd=ROOT)
-    assert process.stdout is not None
-    lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if line.startswith("step 20/"):
+    read, write = os.pipe2(os.O_DIRECT)  # each read returns what one write wrote
+    process = subprocess.Popen(words, stdout=write, stderr=write, env=environment(), cwd=ROOT)
+    os.close(write)
+    writes = []
+    while text := os.read(read, 4096).decode():
+        writes.append(text)
+        if text.startswith("step 20/"):
             (tmp_path / "run").rename(tmp_path / "elsewhere")
-            break
-    lines += process.stdout.readlines()
+    os.close(read)
+    lines = "".join(writes).splitlines(keepends=True)
     assert process.wait(60) == TAKEN_OVER, "".join(lines)
+    assert [text for text in writes if not text.endswith("\n")] == [], "lines of several threads mix"
     (said,) = [line for line in lines if line.startswith("ridge: ")]
     assert "lease" in said or "run directory" in said, said
     assert "Traceback" not in "".join(lines)
