@@ -33,6 +33,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 LONGEST = (
     "docs/test_commands",
+    "trainer/test_hang_runs",
     "trainer/test_run",
     "launch/test_doctor",
     "launch/test_launch",

@@ -205,7 +205,7 @@ def loader_workers(rank: subprocess.Popen[str]) -> dict[str, int]:
     return {name: pid for pid in children if (name := Path(f"/proc/{pid}/comm").read_text().strip()).startswith("loader-")}
 
 
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("workers", sampling.drawn([1, 3], 1))
 def test_a_stopped_worker_of_a_loader_is_named(workers: int, start: Callable[..., Run], draw: random.Random) -> None:
     rank, worker, step = draw.randrange(2), draw.randrange(min(1, workers - 1), workers), draw.randint(5, 30)
     run = start(step, f"data.workers={workers}")
@@ -223,7 +223,7 @@ def test_a_stopped_worker_of_a_loader_is_named(workers: int, start: Callable[...
     assert any("_read_pending" in line or "jax/_src/stages.py" in line for line in rest)  # XLA on CPUs may wait while it starts a step
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", sampling.drawn([1, 2], 1))
 def test_a_deadlocked_worker_of_a_loader_is_named_with_its_stacks(
     workers: int, start: Callable[..., Run], tmp_path: Path, draw: random.Random
 ) -> None:
@@ -243,7 +243,7 @@ def test_a_deadlocked_worker_of_a_loader_is_named_with_its_stacks(
     assert "deadlocked_read" in (run.directory / f"stacks.{rank}.txt").read_text().partition(f"loader worker {step % workers}:")[2]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", sampling.drawn([0, 2], 1))
 def test_a_file_system_of_the_data_that_is_stuck_is_named(
     workers: int, start: Callable[..., Run], library: Path, corpus: Path, tmp_path: Path, draw: random.Random
 ) -> None:
