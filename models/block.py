@@ -53,8 +53,10 @@ class Block(nnx.Module):
         """Return the residual stream with the MLP's update, and the sums of its router (None: no experts)."""
         norm = self.mlp_norm or _unchanged
         with jax.named_scope("mlp"):
-            experts = isinstance(self.mlp, MixtureOfExperts)
-            update_BTD, sums = self.mlp.with_sums(x_BTD, norm) if experts else (self.mlp(x_BTD, norm), None)
+            if isinstance(self.mlp, MixtureOfExperts):
+                update_BTD, sums = self.mlp.with_sums(x_BTD, norm)
+            else:
+                update_BTD, sums = self.mlp(x_BTD, norm), None
             x_BTD += (self.mlp_post_norm or _unchanged)(self._residual(update_BTD, "mlp_out"))
         return x_BTD, sums
 

@@ -16,12 +16,12 @@ from dataclasses import dataclass, replace
 from ridgeline.planner.activations import TAGS_STATISTICS, saved_activations, stacked_bytes
 from ridgeline.planner.attention_time import PassTimes, attention_times
 from ridgeline.planner.calibration import Calibration
-from ridgeline.planner.experts import TILE, exchange_method
+from ridgeline.planner.experts import TILE
 from ridgeline.planner.hardware import Hardware, matmul_dtype
 from ridgeline.planner.local import ITEMSIZE, LocalSizes, muon_layers
 from ridgeline.planner.optimizer_state import optimizer_plugin
 from ridgeline.planner.parameters import DOWN, attention_weights, layer_norms, matmul_weights
-from ridgeline.planner.recompute import Recomputed, recomputed_by, waits_for_gradient
+from ridgeline.planner.recompute import Recomputed, gathers_mlp_input, recomputed_by, waits_for_gradient
 from ridgeline.planner.software import DEFAULT_SOFTWARE, Software
 from ridgeline.planner.work import Work
 
@@ -205,9 +205,7 @@ class Kernels:
         the first iteration have no iteration before.
         """
         local, model, compute = self.local, self.local.model, self.local.config.compute
-        gathered = (local.tensor > 1 and compute.tensor_overlap != "ring") or (
-            exchange_method(model.moe, compute.experts, {"expert": local.expert}) == "gather"
-        )
+        gathered = gathers_mlp_input(self.local.config, local.tensor, local.expert)
         in_loop = compute.scan_layers and local.pipeline == 1 and self.device.tensor_cores and self.software.name == DEFAULT_SOFTWARE
         if not (again.attention_update and gathered and in_loop and waits_for_gradient(compute.remat) == "nothing"):
             return 0.0

@@ -12,6 +12,7 @@ from ridgeline.configs.remat import zeroes_embedding_early
 from ridgeline.planner.activations import Component
 from ridgeline.planner.local import LocalSizes
 from ridgeline.planner.optimizer_state import expert_scales
+from ridgeline.planner.recompute import waiting
 from ridgeline.planner.turn import Turn
 
 MOMENTS = 2
@@ -91,6 +92,11 @@ class LiveBuffers:
         """Whether weight gradients of experts are delayed in the first layers of the backward pass, which are outside of the loop."""
         model = self.local.model
         return self.overlap and model.moe is not None and not self.local.adapted and model.layer_period == 1 and model.num_layers > DELAYED
+
+    @property
+    def waits(self) -> bool:
+        """Whether a layer is recomputed, in part, only when its gradient is there."""
+        return waiting(self.local.config, self.local.tensor, self.local.expert) != "nothing"
 
     @property
     def reduces_in_turn(self) -> bool:

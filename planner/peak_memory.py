@@ -52,7 +52,7 @@ class StepMemory(LiveBuffers):
         if self.combined and self.local.fsdp > 1:
             points["last layer of the backward pass"] = self.last_layer()
         if self.delays_experts:
-            if self.local.context == 1:  # their gradients are summed over context too, and are not delayed
+            if self.local.context == 1 and not self.waits:  # over context their gradients are summed too, and are not delayed
                 points["first layers of the backward pass"] = self.first_layers()
             if self.reduced:
                 points["reductions of the first layers"] = self.reductions_of_first_layers()

@@ -8,6 +8,7 @@ from ridgeline.configs.model_schema import ModelConfig
 from ridgeline.configs.remat import POLICIES
 from ridgeline.configs.schema import Config, RematConfig
 from ridgeline.configs.tuning_schema import LoraConfig
+from ridgeline.planner.experts import exchange_method
 from ridgeline.planner.parameters import DOWN, attention_weights
 
 
@@ -67,6 +68,21 @@ def recomputed(model: ModelConfig, remat: RematConfig) -> Recomputed:
     again |= {"down"} if after and "mlp_out" not in saved else set()
     attention = "attention_lse" not in saved or "attention_context" not in saved
     return Recomputed(frozenset(again), True, attention, "out" in again, "down" in again)
+
+
+def gathers_mlp_input(config: Config, tensor: int, expert: int) -> bool:
+    """Return whether the input of an MLP is gathered over the mesh axes tensor or expert, which have these sizes."""
+    compute = config.compute
+    over_tensor = tensor > 1 and compute.tensor_overlap != "ring"
+    return over_tensor or exchange_method(config.model.moe, compute.experts, {"expert": expert}) == "gather"
+
+
+def waiting(config: Config, tensor: int, expert: int) -> str:
+    """Return what a block of a config recomputes only when the gradient of its result is there, over mesh axes of these sizes."""
+    compute = config.compute
+    if compute.scan_layers and recomputed_by(config).attention_update and gathers_mlp_input(config, tensor, expert):
+        return waits_for_gradient(compute.remat)
+    return "nothing"
 
 
 def waits_for_gradient(remat: RematConfig) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from functools import cache
 
 import pytest
 
+from ridgeline.configs.errors import UserError
 from ridgeline.hlo.category import category
-from ridgeline.hlo.module import part_of
+from ridgeline.hlo.module import PASSES, part_of
 from ridgeline.hlo.parse import parse
 from ridgeline.trainer.aot.compile import Compiled, Request, compile_many
 from tests.sampling import drawn
@@ -42,7 +42,8 @@ SAMPLE = drawn(tuple(CASES), 3)
 
 
 @cache
-def compiled() -> dict[str, Compiled]:
+def compiled() -> dict[str, Compiled | UserError]:
+    """The layouts of the sample, compiled in one process."""
     requests = []
     for family, *settings in (CASES[name] for name in SAMPLE):
         config = small(family, "compute.attention.backend=auto", "data.document_masking=false", *settings, f"model.num_layers={LAYERS}")
@@ -52,10 +53,10 @@ def compiled() -> dict[str, Compiled]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLE)
-def test_attention_is_computed_once_in_the_backward_pass(name):
+def test_attention_is_computed_once_in_the_backward_pass(name: str) -> None:
     result = compiled()[name]
     assert isinstance(result, Compiled), result
-    module, found = parse(result.hlo_text), Counter()
+    module, found = parse(result.hlo_text), dict.fromkeys(PASSES, 0.0)
     for computation, instruction in module.instructions():
         if instruction.opcode == "custom-call" and category(module, instruction) == "attention":
             found[part_of(instruction.op_name)] += module.runs[computation.name]
