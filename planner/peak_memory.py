@@ -151,6 +151,8 @@ class StepMemory(LiveBuffers):
         With dots and rows that are sharded over tensor, the copy is made after attention's backward pass and is short: the MLP's weight
         gradients still wait (three hidden activations), with the gathered gradients of both updates and that of attention's input before
         its reduction, those of queries, keys and values, attention's result, and five streams between blocks.
+
+        Where the layers of a turn wait for each other's gradients, the unembedding's is reduced while the first of them is recomputed.
         """
         local = self.local
         relaid = relaid_bytes(local, self.backend, self.overlap, self.combined)
@@ -159,7 +161,8 @@ class StepMemory(LiveBuffers):
         if relaid and narrow and not again.mlp_update:
             relaid += eight_bits.while_copied(local, again)
         if not relaid or self.turn.layers > 1 or not (again.mlp_update if narrow else dots):
-            return self.backward(relaid=relaid, layers=self.turn.delayed_at_start, delayed=self.delayed_block_scaled())
+            start = self.backward(relaid=relaid, layers=self.turn.delayed_at_start, delayed=self.delayed_block_scaled())
+            return start | ({"loss": self.reduced_early()} if self.turn.layers > 1 and self.waits and self.reduces_table_early else {})
         after = 3 * (local.hidden_bytes + local.stream_bytes) + 5 * local.cut_stream_bytes + 2 * (local.query_bytes + local.key_bytes)
         after = relaid + (eight_bits.after_mlp(local) if narrow else after)
         layer = self.backward(layers=self.turn.delayed_at_start)
