@@ -176,10 +176,12 @@ class LiveBuffers:
         """Return the size of the residual streams in the rows of the experts that are live in the backward pass of a layer.
 
         These are the inputs and the gradients of the inputs by gate and by up. Over tensor, where hidden rows are smaller than they, those
-        of two layers of a turn are live (heap of gpt-oss, tensor=8), unless the recomputation of one waits for the gradients of the other.
+        of two layers of a turn are live (heap of gpt-oss, tensor=8); without tokens from other devices only where the recomputation of one
+        does not wait for the gradients of the other (heap of gpt-oss, tensor=4).
         """
-        layers = min(DELAYED, self.turn.layers) if self.local.tensor > 1 and not self.waits else 1
-        return layers * EXPERT_ROWS_IN_FLIGHT * self.local.row_bytes
+        local = self.local
+        layers = min(DELAYED, self.turn.layers) if local.tensor > 1 and not (self.waits and local.expert == 1) else 1
+        return layers * EXPERT_ROWS_IN_FLIGHT * local.row_bytes
 
     def turned_gradients(self) -> int:
         """Return the bytes of one layer's transposed gradients of MLP down and attention out: XLA reduce-scatters leading dims only."""
