@@ -14,6 +14,7 @@ from ridgeline.models.attention.latent import LatentSelfAttention
 from ridgeline.models.attention.layer import AttendWith, Attention, RotaryTable
 from ridgeline.models.mlp import MLP
 from ridgeline.models.moe.layer import MixtureOfExperts
+from ridgeline.models.moe.router import RouterSums
 from ridgeline.models.norms import NORMS, Norm
 from ridgeline.models.parallelize import Execution
 from ridgeline.models.params import ParamFactory
@@ -33,7 +34,7 @@ class Block(nnx.Module):
         self.mlp_norm = norm("pre", "both")
         self.mlp = (MLP if model.moe is None else MixtureOfExperts)(model, execution, residual_std, make)
         self.mlp_post_norm = norm("post", "both")
-        self.partitioner = execution.partitioner
+        self.partitioner, self.remat = execution.partitioner, execution.remat
 
     def __call__(
         self, x_BTD: jax.Array, rotary: RotaryTable | None, segment_ids_BT: jax.Array | None, attend_with: AttendWith | None = None
@@ -43,10 +44,21 @@ class Block(nnx.Module):
         with jax.named_scope("attention"):
             update_BTD = self.attention(x_BTD, self.attention_norm or _unchanged, rotary, segment_ids_BT, attend_with)
             x_BTD += (self.attention_post_norm or _unchanged)(self._residual(update_BTD, "attention_out"))
-        with jax.named_scope("mlp"):
-            update_BTD = self.mlp(x_BTD, self.mlp_norm or _unchanged)
-            x_BTD += (self.mlp_post_norm or _unchanged)(self._residual(update_BTD, "mlp_out"))
+        x_BTD, sums = self.remat.wrap_mlp(self._add_mlp)(x_BTD)
+        if isinstance(self.mlp, MixtureOfExperts):
+            self.mlp.leave(sums)
         return x_BTD
+
+    def _add_mlp(self, x_BTD: jax.Array) -> tuple[jax.Array, RouterSums | None]:
+        """Return the residual stream with the MLP's update, and the sums of its router (None: no experts)."""
+        norm = self.mlp_norm or _unchanged
+        with jax.named_scope("mlp"):
+            if isinstance(self.mlp, MixtureOfExperts):
+                update_BTD, sums = self.mlp.with_sums(x_BTD, norm)
+            else:
+                update_BTD, sums = self.mlp(x_BTD, norm), None
+            x_BTD += (self.mlp_post_norm or _unchanged)(self._residual(update_BTD, "mlp_out"))
+        return x_BTD, sums
 
     def _residual(self, x_BTD: jax.Array, name: str) -> jax.Array:
         return checkpoint_name(self.partitioner.constrain(x_BTD, "batch", "residual_seq", "act_embed"), name)

@@ -9,7 +9,7 @@ Legend: B batch, T sequence, D embed width, N query heads, K key/value heads, H 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import jax
@@ -29,6 +29,7 @@ from ridgeline.models.moe.experts import Experts
 from ridgeline.models.moe.grouped_matmul import Ragged, choose_kernel
 from ridgeline.models.remat import Remat
 from ridgeline.planner.experts import exchange_method
+from ridgeline.planner.recompute import recomputed, recomputed_with, waits_for_gradient
 from ridgeline.sharding.partition import Partitioner
 
 Result = TypeVar("Result")
@@ -138,5 +139,11 @@ def parallelize(
         exchange = Exchange(partitioner, method, count, per_token, factor, ragged=platform in ("gpu", "cuda"))
         experts = Experts(matmul, kernel, count, per_token, exchange, factor, lora.scale if lora is not None and frozen else 1.0)
 
-    # 7. Scan over layers: one compiled block, applied num_layers times.
+    # 7. In the loop over layers, what is recomputed waits for gradients where XLA would compute attention twice.
+    again = recomputed(model, compute.remat) if lora is None else recomputed_with(model, compute.remat, lora)
+    gathers_tokens = exchange_method(model.moe, compute.experts, partitioner.mesh.shape) == "gather"
+    if in_scan and again.attention_update and (matmul.gathers_input or gathers_tokens):
+        remat = replace(remat, waits=waits_for_gradient(compute.remat))
+
+    # 8. Scan over layers: one compiled block, applied num_layers times.
     return Execution(partitioner, matmul, remat, attention, compute.scan_layers, compute.scan_unroll, experts)

@@ -27,6 +27,9 @@ class Remat:
     in_scan: bool = True
     """The blocks run in a compiled loop, which keeps XLA from merging the recomputation with the forward pass (CSE). Without a loop CSE
     has to be prevented explicitly: it would silently undo the policy."""
+    waits: str = "nothing"
+    """What the backward pass recomputes only when the gradient of the block's result is there: block, mlp or nothing
+    (planner/recompute.py: waits_for_gradient)."""
 
     @classmethod
     def resolve(cls, config: RematConfig, platform: str, in_scan: bool = True) -> Remat:
@@ -43,7 +46,7 @@ class Remat:
         return POLICIES[self.policy].recomputes_block
 
     def wrap_block(self, block: Callable[..., Any]) -> Callable[..., Any]:
-        """Apply the policy to the function of one block."""
+        """Apply the policy to the function of one block; in a loop, of the residual stream and of the rest."""
         policies = jax.checkpoint_policies
         if not self.recomputes_blocks:
             return block
@@ -59,7 +62,14 @@ class Remat:
             saved = policies.save_and_offload_only_these_names(
                 names_which_can_be_saved=[], names_which_can_be_offloaded=list(self.names), offload_src="device", offload_dst="pinned_host"
             )
-        return jax.checkpoint(block, policy=saved, prevent_cse=not self.in_scan)
+        # Parameters do not wait with the residual stream: they are gathered in the iteration before.
+        return jax.checkpoint(block, policy=saved, prevent_cse=(True, False) if self.waits == "block" else not self.in_scan)
+
+    def wrap_mlp(self, mlp: Callable[[jax.Array], Any]) -> Callable[[jax.Array], Any]:
+        """Apply the policy to the MLP alone, as a function of the residual stream after attention."""
+        if self.waits != "mlp":
+            return mlp
+        return jax.checkpoint(mlp, policy=jax.checkpoint_policies.nothing_saveable, prevent_cse=(True,))
 
     def wrap_matmuls(self, matmuls: Callable[..., Any]) -> Callable[..., Any]:
         """Do not save matmul inputs that are elementwise functions of saved values: the backward pass recomputes them.

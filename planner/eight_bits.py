@@ -56,14 +56,17 @@ def while_copied(local: LocalSizes, again: Recomputed) -> int:
     return 3 * local.stream_bytes - one_byte(local, local.stream_bytes) + 2 * local.cut_stream_bytes
 
 
-def after_mlp(local: LocalSizes) -> int:
+def after_mlp(local: LocalSizes, *, waits: bool) -> int:
     """Return what is live after the MLP in the layer that comes first, where XLA copies a stack there.
 
     It does so where a norm follows the MLP: the MLP is computed again in the loss. Float8: the inputs of the MLP's weight gradients, the
     gradient of its update and the input of attention. In the compute dtype of the whole sequence: the loss's gradient of the hidden states,
     that of the MLP's input before its reduction, both updates before theirs, both gathered inputs. Attention's as in `in_mlp`, and four
     streams between blocks.
+
+    waits: it does so too where the MLP is recomputed only when the gradient of its result is there. Both updates are reduced before that,
+    and the gradient of the MLP's input is not there yet.
     """
     narrow = one_byte(local, 3 * local.hidden_bytes + 2 * local.stream_bytes + local.context_bytes)
     attention = local.query_bytes + local.context_bytes + 2 * local.key_bytes
-    return narrow + 6 * local.stream_bytes + attention + 4 * local.cut_stream_bytes
+    return narrow + (3 if waits else 6) * local.stream_bytes + attention + 4 * local.cut_stream_bytes

@@ -16,12 +16,12 @@ from dataclasses import dataclass, replace
 from ridgeline.planner.activations import TAGS_STATISTICS, saved_activations, stacked_bytes
 from ridgeline.planner.attention_time import PassTimes, attention_times
 from ridgeline.planner.calibration import Calibration
-from ridgeline.planner.experts import TILE, exchange_method
+from ridgeline.planner.experts import TILE
 from ridgeline.planner.hardware import Hardware, matmul_dtype
 from ridgeline.planner.local import ITEMSIZE, LocalSizes, muon_layers
 from ridgeline.planner.optimizer_state import optimizer_plugin
 from ridgeline.planner.parameters import DOWN, attention_weights, layer_norms, matmul_weights
-from ridgeline.planner.recompute import Recomputed, recomputed_by
+from ridgeline.planner.recompute import Recomputed, gathers_mlp_input, recomputed_by, waits_for_gradient
 from ridgeline.planner.software import DEFAULT_SOFTWARE, Software
 from ridgeline.planner.work import Work
 
@@ -198,18 +198,16 @@ class Kernels:
         return again.attention or (named and backend not in TAGS_STATISTICS)
 
     def attention_twice(self, again: Recomputed) -> float:
-        """Return the share of layers whose attention is recomputed twice.
+        """Return the share of layers whose attention is recomputed twice, where the backward pass does not wait (`waits_for_gradient`).
 
         XLA moves the gather that follows attention's update (of the MLP's input over tensor, of tokens over expert) to the iteration
         before, together with a copy of all computation before it; the gradients of attention recompute it in their own. Only the layers of
-        the first iteration have no iteration before. Seen in each compiled step with such a gather, and in none without one.
+        the first iteration have no iteration before.
         """
         local, model, compute = self.local, self.local.model, self.local.config.compute
-        gathered = (local.tensor > 1 and compute.tensor_overlap != "ring") or (
-            exchange_method(model.moe, compute.experts, {"expert": local.expert}) == "gather"
-        )
+        gathered = gathers_mlp_input(self.local.config, local.tensor, local.expert)
         in_loop = compute.scan_layers and local.pipeline == 1 and self.device.tensor_cores and self.software.name == DEFAULT_SOFTWARE
-        if not (again.attention_update and gathered and in_loop):
+        if not (again.attention_update and gathered and in_loop and waits_for_gradient(compute.remat) == "nothing"):
             return 0.0
         looped = model.num_layers - local.first_dense[0]
         return max(0, looped - model.layer_period) / model.num_layers

@@ -12,6 +12,7 @@ from ridgeline.configs.remat import zeroes_embedding_early
 from ridgeline.planner.activations import Component
 from ridgeline.planner.local import LocalSizes
 from ridgeline.planner.optimizer_state import expert_scales
+from ridgeline.planner.recompute import waiting
 from ridgeline.planner.turn import Turn
 
 MOMENTS = 2
@@ -93,6 +94,11 @@ class LiveBuffers:
         return self.overlap and model.moe is not None and not self.local.adapted and model.layer_period == 1 and model.num_layers > DELAYED
 
     @property
+    def waits(self) -> bool:
+        """Whether a layer is recomputed, in part, only when its gradient is there."""
+        return waiting(self.local.config, self.local.tensor, self.local.expert) != "nothing"
+
+    @property
     def reduces_in_turn(self) -> bool:
         """Whether the gradients of a turn with experts are reduced before the next turn computes its own.
 
@@ -170,10 +176,12 @@ class LiveBuffers:
         """Return the size of the residual streams in the rows of the experts that are live in the backward pass of a layer.
 
         These are the inputs and the gradients of the inputs by gate and by up. Over tensor, where hidden rows are smaller than they, those
-        of two layers of a turn are live (heap of gpt-oss, tensor=8).
+        of two layers of a turn are live (heap of gpt-oss, tensor=8); without tokens from other devices only where the recomputation of one
+        does not wait for the gradients of the other (heap of gpt-oss, tensor=4).
         """
-        layers = min(DELAYED, self.turn.layers) if self.local.tensor > 1 else 1
-        return layers * EXPERT_ROWS_IN_FLIGHT * self.local.row_bytes
+        local = self.local
+        layers = min(DELAYED, self.turn.layers) if local.tensor > 1 and not (self.waits and local.expert == 1) else 1
+        return layers * EXPERT_ROWS_IN_FLIGHT * local.row_bytes
 
     def turned_gradients(self) -> int:
         """Return the bytes of one layer's transposed gradients of MLP down and attention out: XLA reduce-scatters leading dims only."""

@@ -52,7 +52,7 @@ class StepMemory(LiveBuffers):
         if self.combined and self.local.fsdp > 1:
             points["last layer of the backward pass"] = self.last_layer()
         if self.delays_experts:
-            if self.local.context == 1:  # their gradients are summed over context too, and are not delayed
+            if self.local.context == 1 and not self.waits:  # over context their gradients are summed too, and are not delayed
                 points["first layers of the backward pass"] = self.first_layers()
             if self.reduced:
                 points["reductions of the first layers"] = self.reductions_of_first_layers()
@@ -151,17 +151,24 @@ class StepMemory(LiveBuffers):
         With dots and rows that are sharded over tensor, the copy is made after attention's backward pass and is short: the MLP's weight
         gradients still wait (three hidden activations), with the gathered gradients of both updates and that of attention's input before
         its reduction, those of queries, keys and values, attention's result, and five streams between blocks.
+
+        Where the layers of a turn wait for each other's gradients, the unembedding's is reduced while the first of them is recomputed; the
+        gathered tokens of a layer's experts and the gathered input of its attention are live for longer.
         """
         local = self.local
         relaid = relaid_bytes(local, self.backend, self.overlap, self.combined)
         again = recomputed(local.model, local.config.compute.remat)
         narrow, dots = eight_bits.applies(local), local.config.compute.remat.policy == "dots"
-        if relaid and narrow and not again.mlp_update:
+        short = again.mlp_update or self.waits if narrow else dots
+        if relaid and narrow and not short:
             relaid += eight_bits.while_copied(local, again)
-        if not relaid or self.turn.layers > 1 or not (again.mlp_update if narrow else dots):
-            return self.backward(relaid=relaid, layers=self.turn.delayed_at_start, delayed=self.delayed_block_scaled())
+        if not relaid or self.turn.layers > 1 or not short:
+            turn_waits = self.turn.layers > 1 and self.waits
+            delayed = self.delayed_block_scaled() + (local.slot_bytes + local.stream_bytes if turn_waits else 0)
+            start = self.backward(relaid=relaid, layers=self.turn.delayed_at_start, delayed=delayed)
+            return start | ({"loss": self.reduced_early()} if turn_waits and self.reduces_table_early else {})
         after = 3 * (local.hidden_bytes + local.stream_bytes) + 5 * local.cut_stream_bytes + 2 * (local.query_bytes + local.key_bytes)
-        after = relaid + (eight_bits.after_mlp(local) if narrow else after)
+        after = relaid + (eight_bits.after_mlp(local, waits=self.waits) if narrow else after)
         layer = self.backward(layers=self.turn.delayed_at_start)
         text = "after the MLP in the backward pass of one layer; one saved value of all layers in another layout"
         return layer | {"working_activations": max(layer["working_activations"], Component(after, text), key=lambda part: part.bytes)}
@@ -174,7 +181,10 @@ class StepMemory(LiveBuffers):
         delayed: from which weight gradients of other layers are computed later.
         """
         local = self.local
-        where, hidden, streams, copies, waiting, workspace = self._peak_in_layer(self.turn.delayed(1) if layers is None else layers, at_end)
+        together = self.turn.delayed(1) if layers is None else layers
+        # the input of the next layer's MLP is not gathered where it waits for a gradient; while a stack is copied that of the loss is there
+        in_mlp = STREAMS_IN_FLIGHT - int(self.waits and local.tensor > 1 and not relaid)
+        where, hidden, streams, copies, waiting, workspace = self._peak_in_layer(together, at_end, in_mlp)
         cotangent = 4 * local.tokens * local.model.embed_dim // local.tensor
         gradients = self.layer_gradients * self.stack_itemsize
         next_layer = self.next_layer_weights() if self.overlap else 0
@@ -309,9 +319,12 @@ class StepMemory(LiveBuffers):
             "loss": self.reduced_early() if self.turn.layers > 1 and self.reduces_table_early else point["loss"],
         }
 
-    def _peak_in_layer(self, together: int, more: int) -> tuple[str, int, int, int, int, int]:
+    def _peak_in_layer(self, together: int, more: int, streams: int) -> tuple[str, int, int, int, int, int]:
         """Return the point of a layer's backward pass with most memory, and there: hidden activations, streams, gathered weights, gradients
-        before their reduction, and attention's workspace."""
+        before their reduction, and attention's workspace.
+
+        streams: residual streams in its MLP.
+        """
         local = self.local
         hidden, stream = local.hidden_bytes, local.stream_bytes
         if self.reduced or local.adapted:
@@ -354,7 +367,7 @@ class StepMemory(LiveBuffers):
             (
                 "its MLP",
                 at_mlp * hidden + quantized + of_experts,
-                STREAMS_IN_FLIGHT * stream,
+                streams * stream,
                 2 * local.mlp_matrix * local.matrix_itemsize,
                 down,
                 mask,

@@ -59,6 +59,16 @@ class MixtureOfExperts(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, norm: Callable[[jax.Array], jax.Array]) -> jax.Array:
         """Map the residual stream to its update by the experts of norm(x), same shape and dtype; leave the sums of the router."""
+        update_BTD, sums = self.with_sums(x_BTD, norm)
+        self.leave(sums)
+        return update_BTD
+
+    def leave(self, sums: RouterSums) -> None:
+        """Set what `router_sums` returns."""
+        self.sums = RouterState(sums)
+
+    def with_sums(self, x_BTD: jax.Array, norm: Callable[[jax.Array], jax.Array]) -> tuple[jax.Array, RouterSums]:
+        """Return the update and the sums of the router, and change nothing: for a function that is computed a second time."""
         execution = self.execution
         experts, remat, partitioner = execution.experts, execution.remat, execution.partitioner
         assert experts is not None
@@ -98,8 +108,7 @@ class MixtureOfExperts(nnx.Module):
         names = ("mlp_up", "mlp_gate")
         wide_RF = [checkpoint_name(checkpoint_name(side_RF, name), GROUPED_MATMUL) for side_RF, name in zip(wide_RF, names, strict=False)]
         update_BTD: jax.Array = remat.wrap_matmuls(narrow)(choice, plan, *wide_RF)
-        self.sums = RouterState(sums)
-        return update_BTD if self.shared is None else update_BTD + self.shared(x_BTD, norm)
+        return (update_BTD if self.shared is None else update_BTD + self.shared(x_BTD, norm)), sums
 
 
 def router_sums(block: Any) -> RouterSums | None:

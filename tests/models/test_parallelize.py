@@ -51,6 +51,32 @@ def test_gathered_parameters_are_saved_only_for_blocks_that_are_rematerialized(p
     assert execution(remat=RematConfig(policy=policy)).matmul.save_gathered == expected
 
 
+MLP_KEPT = {"policy": "names", "names": ["mlp_gate", "mlp_up"]}
+EXPERTS = {"moe": {"experts": 8, "experts_per_token": 2, "expert_dim": 24}}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "remat", "model", "compute", "expected"),
+    [
+        ({"tensor": 2}, {"policy": "full"}, {}, {}, "mlp"),
+        ({"tensor": 2}, {"policy": "names", "names": ["query", "attention_context"]}, {}, {}, "mlp"),
+        ({"tensor": 2}, MLP_KEPT, {}, {}, "block"),
+        ({"expert": 2}, {"policy": "full"}, EXPERTS, {"experts": {"exchange": "gather"}}, "mlp"),
+        ({"expert": 2}, {"policy": "full"}, EXPERTS, {"experts": {"exchange": "all_to_all"}}, "nothing"),
+        ({"expert": 2}, {"policy": "names", "names": ["attention_out"]}, EXPERTS, {"experts": {"exchange": "gather"}}, "nothing"),
+        ({"fsdp": 2}, {"policy": "full"}, {}, {}, "nothing"),
+        ({"context": 2}, {"policy": "full"}, {}, {}, "nothing"),
+        ({"tensor": 2}, {"policy": "dots"}, {}, {}, "nothing"),
+        ({"tensor": 2}, {"policy": "none"}, {}, {}, "nothing"),
+        ({"tensor": 2}, {"policy": "names", "names": ["attention_out", "mlp_up"]}, {}, {}, "nothing"),
+        ({"tensor": 2}, {"policy": "full"}, {}, {"tensor_overlap": "ring"}, "nothing"),
+        ({"tensor": 2}, {"policy": "full"}, {}, {"scan_layers": False}, "nothing"),
+    ],
+)
+def test_recomputation_waits_for_gradients_where_attention_s_update_is_recomputed_and_gathered(mesh, remat, model, compute, expected):
+    assert execution(mesh, model=model, remat=RematConfig(**remat), **compute).remat.waits == expected
+
+
 @pytest.mark.parametrize(
     ("compute", "expected"), [({}, True), ({"scan_unroll": BASE["num_layers"]}, False), ({"scan_layers": False}, False)]
 )

@@ -20,6 +20,7 @@ from ridgeline.configs.remat import NAMES, POLICIES
 from ridgeline.configs.schema import AttentionConfig, ComputeConfig, RematConfig
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.remat import Remat
+from ridgeline.planner.recompute import waits_for_gradient
 from tests.models.tiny import BASE, build, tokens, value_and_grad
 
 LAYERS, ROWS, LENGTH = 3, 2, 16
@@ -80,6 +81,33 @@ def test_every_policy_gives_the_same_loss_and_gradients(policy) -> None:
     value, grads = value_and_grad(decoder_with(policy), tokens(ROWS, LENGTH))
     np.testing.assert_allclose(value, want, rtol=1e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), grads, want_grads)
+
+
+WAITING = {
+    "mlp": (CONFIGS["full"], {}),
+    "block": (RematConfig(policy="names", names=["mlp_up"]), {}),
+    "mlp, experts": (CONFIGS["full"], {"moe": MoEConfig(experts=4, experts_per_token=2, expert_dim=24)}),
+    "block, experts": (RematConfig(policy="names", names=["mlp_gate"]), {"moe": MoEConfig(experts=4, experts_per_token=2, expert_dim=24)}),
+}
+
+
+@pytest.mark.parametrize("case", WAITING)
+def test_recomputation_that_waits_for_gradients_gives_the_same_loss_and_gradients(case: str) -> None:
+    """It also keeps nothing more, and leaves the sums of the routers."""
+    config, more = WAITING[case]
+    plain, waiting = (build(ModelConfig(**BASE | more), ComputeConfig(remat=config, attention=AttentionConfig(chunk=8))) for _ in "12")
+    assert waits_for_gradient(config) == case.split(",")[0]
+    waiting.execution = dataclasses.replace(
+        waiting.execution, remat=dataclasses.replace(waiting.execution.remat, waits=waits_for_gradient(config))
+    )
+    waiting.blocks.remat = waiting.execution.remat
+    (value, grads), (want, want_grads) = (value_and_grad(each, tokens(ROWS, LENGTH)) for each in (waiting, plain))
+    np.testing.assert_allclose(value, want, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), grads, want_grads)
+    assert kept_bytes(waiting) == kept_bytes(plain)
+    totals, want_totals = (each.forward(tokens(ROWS, LENGTH))[1] for each in (waiting, plain))
+    assert (totals is None) == (not more)
+    jax.tree.map(np.testing.assert_array_equal, totals, want_totals)
 
 
 def test_policies_keep_what_they_claim() -> None:
