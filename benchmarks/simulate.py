@@ -17,7 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 from checkout import ROOT
 
-REQUIRED_S, DEVICES, DAYS = 30.0, 100_000, 90
+REQUIRED_S, DAYS = 30.0, 90
+DEVICES = (100_000, 102_400)
+"""The second number divides batches that are multiples of it, so that the job has layouts, also on fewer nodes."""
 PER_NODE = {"dgx-h100": 8, "dgx-b200": 8, "dgx-h200": 8, "gb200-nvl72": 4}
 MODELS = {
     "models/llama-3.1-405b": 8192,
@@ -34,22 +36,33 @@ class Case:
     model: str
     rows: int
     cluster: str
+    devices: int = DEVICES[0]
     options: tuple[str, ...] = ()
 
     @property
     def arguments(self) -> list[str]:
-        nodes = str(DEVICES // PER_NODE[self.cluster])
+        nodes = str(self.devices // PER_NODE[self.cluster])
         job = ["-c", self.cluster, "-N", nodes, "--days", str(DAYS), "--json"]
         return [self.model, f"data.batch_size={self.rows}", f"data.seq_len={MODELS[self.model]}", *job, *self.options]
 
     @property
     def text(self) -> str:
-        return " ".join((self.model, f"data.batch_size={self.rows}", "-c", self.cluster, *self.options))
+        return " ".join(
+            (
+                self.model,
+                f"data.batch_size={self.rows}",
+                "-c",
+                self.cluster,
+                "-N",
+                str(self.devices // PER_NODE[self.cluster]),
+                *self.options,
+            )
+        )
 
 
 def usual() -> list[Case]:
     """Return a batch without a layout on so many devices, and one with."""
-    return [Case("models/llama-3.1-405b", 2048, "dgx-h100"), Case("models/llama-3.1-405b", 100_000, "dgx-h100")]
+    return [Case("models/llama-3.1-405b", 2048, "dgx-h100"), Case("models/llama-3.1-405b", 102_400, "dgx-h100", 102_400)]
 
 
 def drawn(source: np.random.Generator) -> Case:
@@ -66,8 +79,9 @@ def drawn(source: np.random.Generator) -> Case:
         *one_of((), (), ("--preemptions", "5"), ("--time-limit", "1-00:00:00", "--queue-wait", "30m")),
         *one_of((), ("--objective", "time")),
     )
-    rows = [2048, 4096, 16_384, 65_536, 12_500, 25_000, 50_000, 100_000, 99_968]
-    return Case(str(source.choice(list(MODELS))), int(source.choice(rows)), str(source.choice(list(PER_NODE))), options)
+    devices = int(source.choice(DEVICES))
+    rows = [2048, 4096, 16_384, 65_536, devices // 8, devices // 4, devices // 2, devices]
+    return Case(str(source.choice(list(MODELS))), int(source.choice(rows)), str(source.choice(list(PER_NODE))), devices, options)
 
 
 def seconds(case: Case) -> tuple[float, float]:
