@@ -61,7 +61,7 @@ def test_checkpoints_and_tensorboard_may_be_links_of_the_user(root: Path, place:
     code, errors, raised = damaged_links.trained(list(damaged_links.train(root)))
     assert (code, raised) == (0, None), errors
     assert (root / "linked" / place).is_symlink()
-    assert len(list((root / "victim" / f"0-{place}").iterdir())) > len(list((root / "run" / place).iterdir())) - (place == "tensorboard")
+    assert {path.name for path in (root / "victim" / f"0-{place}").iterdir()} - {path.name for path in (root / "run" / place).iterdir()}
     assert (root / "linked/checkpoints/step_00000010/integrity.json").is_file()
 
 
