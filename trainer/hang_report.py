@@ -207,9 +207,13 @@ def _waits(positions: Mapping[int, Position | None], names: Mapping[int, str], l
 def _absent(others: Sequence[int], there: Sequence[int], positions: Mapping[int, Position | None], names: Mapping[int, str]) -> str:
     """Say of the processes that are not in a collective what is known: it is not reached, or they are elsewhere."""
     begun = min(position.begun for process in there if (position := positions[process]) is not None)
-    late = [process for process in others if (position := positions[process]) is not None and position.begun < begun]
+    late = {process: position.begun for process in others if (position := positions[process]) is not None and position.begun < begun}
     silent = [process for process in others if positions[process] is None]
-    parts = [] if not late else [f"not reached by {_list(late, names)}, which {_verb(late, 'has', 'have')} not begun step {begun}"]
+    parts = (
+        []
+        if not late
+        else [f"not reached by {_list([*late], names)}, which {_verb([*late], 'has', 'have')} not begun step {max(late.values()) + 1}"]
+    )
     parts += [] if not silent else [f"unknown of {_list(silent, names)}"]
     rest = [process for process in others if process not in (*late, *silent)]
     parts += [] if not rest else [f"{_list(rest, names)} {_verb(rest, 'is', 'are')} not in it"]

@@ -51,7 +51,9 @@ ERRORS = 3.6
 RELATED = 2
 """Windows that tell how the noise of successive steps is related."""
 HISTORY = RELATED * WINDOW
-"""Newest times of a rank that are kept."""
+"""Newest times of a rank, at steps that all ranks have, that are used."""
+LATE = WINDOW
+"""Times beside these: another process may have published fewer steps."""
 FAR = 2.5
 """Standard deviations beyond which a value counts as this far in the relation of steps."""
 LEAST_SHARE, MOST_SHARE = 0.45, 2.0
@@ -199,7 +201,7 @@ class Stragglers(Hook):
     in_job: bool = field(default_factory=restarts_without_them)
     """Whether a job script starts the run again without bad nodes."""
     cpu_clock: Callable[[], float] = field(default_factory=ComputeClock)
-    _own: deque[tuple[int, list[float]]] = field(default_factory=lambda: deque(maxlen=HISTORY), init=False)
+    _own: deque[tuple[int, list[float]]] = field(default_factory=lambda: deque(maxlen=HISTORY + LATE), init=False)
     _last_s: float | None = field(default=None, init=False)
     _named: dict[str, float] = field(default_factory=dict, init=False)
     _since: dict[str, int] = field(default_factory=dict, init=False)

@@ -303,6 +303,6 @@ def test_a_process_that_does_not_enter_a_collective_is_named(how: str, start: Ca
         else rf"unknown of process {rank} on \S+"
     )
     # read from the stacks of the process that waits; the number is that of the compiled step, where this is the first one
-    where = r"(\S+) (\S+) over data, [\d.]+ \w+, \S+:\d+ \(number 1 of \d+ of the step\)"
+    where = r"(\S+) (\S+) over \w+, [\d.]+ \w+, \S+:\d+ \(number 1 of \d+ of the step\)"
     assert re.match(rf"process {1 - rank} on \S+ waits in {where}; {reached}$", second), second
     assert frozen is not None or any("away" in line for line in rest)

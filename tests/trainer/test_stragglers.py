@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 import threading
@@ -154,6 +155,29 @@ def test_the_error_follows_how_successive_steps_are_related(kind: str, share: tu
 
     assert named(0.0) <= most
     assert named(np.log(1.1)) >= least
+
+
+@pytest.mark.parametrize("behind", range(WINDOW))
+def test_all_of_the_history_is_common_where_a_process_is_behind(behind: int, tmp_path: Path) -> None:
+    recorder: Any = SimpleNamespace(events=None, progress=SimpleNamespace(note=print), timer=None, writer=None)
+    clock = itertools.count()
+    published = []
+    for steps in (100, 100 - behind):
+        hook = Stragglers(
+            StragglersConfig(threshold=THRESHOLD),
+            recorder,
+            SimpleNamespace(newest=[]),  # type: ignore[arg-type]
+            None,
+            "r.0",
+            tmp_path,
+            cpu_clock=lambda: float(next(clock)),
+        )
+        hook.close(0)
+        for step in range(1, steps + 1):
+            hook.on_result(SimpleNamespace(step=step, first=step == 1, duration_s=0.1, param_norm=None))  # type: ignore[arg-type]
+        published.append({step: own[0] for step, own in hook._own})
+    found = excesses({"a": published[0], "b": published[1]}, WINDOW)
+    assert [len(values) for values in found.values()] == [HISTORY, HISTORY]
 
 
 def test_equal_times_have_no_relation() -> None:
