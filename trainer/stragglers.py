@@ -233,14 +233,15 @@ class Stragglers(Hook):
             self._probe_s = time.perf_counter() - start_s
 
     def on_result(self, result: StepResult) -> None:
-        """Keep the own times of this step; have them published at every PUBLISH_EVERY-th step."""
+        """Keep the own times of this step; have them published after every PUBLISH_EVERY-th step."""
         now_s = self.cpu_clock()
         own = self._probed if self.probe is not None else None if self._last_s is None or result.first else [now_s - self._last_s]
         self._last_s, self._probed, self._step_s = now_s, None, result.duration_s
         with self._changed:
             if own is not None:
                 self._own.append((result.step, [float(f"{own_s:.5g}") for own_s in own]))
-            if result.step % PUBLISH_EVERY == 0:
+            # process 0, which compares, a step later: by then the others have published
+            if result.step % PUBLISH_EVERY == (jax.process_index() == 0):
                 self._due = result.step
                 self._changed.notify()
             metrics = dict(self._metrics)
