@@ -22,8 +22,8 @@ from typing import Any
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.schema import ProfilerConfig
 from ridgeline.observe import frames
-from ridgeline.rundir.captures import FRAMES_SUFFIX, profile_root
-from ridgeline.rundir.files import discard, refuse_link, write_atomically
+from ridgeline.rundir.captures import FRAMES_SUFFIX, log_directory, profile_root
+from ridgeline.rundir.files import discard, refuse_links, write_atomically
 
 _log = logging.getLogger("ridgeline")
 StartAnalysis = Callable[[Path, int], "subprocess.Popen[bytes]"]
@@ -183,7 +183,7 @@ class Profiler:
         """Move the capture to its place; with several processes the process index is appended to the host name."""
         restart = f"-restart{self._restart}" if self._restart else ""
         directory = profile_root(self._run_dir) / f"steps{self._first_step:07d}-{stop_step - 1:07d}{restart}"
-        refuse_link(directory)
+        refuse_links(directory, below=log_directory(self._run_dir))
         directory.mkdir(parents=True, exist_ok=True)
         suffix = f"-p{self._process:05d}" if self._num_processes > 1 else ""
         for file in (self._scratch / "plugins" / "profile" / "capture").iterdir():

@@ -20,6 +20,7 @@ from ridgeline.configs import plugins
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.schema import LoggingConfig
 from ridgeline.rundir.directory import METRICS_FILE
+from ridgeline.rundir.files import is_ending
 from ridgeline.rundir.jsonl import LineFile, dump_json
 from ridgeline.rundir.metrics import DerivedMetric, derived_metric, metric
 
@@ -111,10 +112,14 @@ class TensorBoardWriter:
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import SessionLog
 
-        # The suffix keeps files begun within one second apart, and in order.
-        self._events = EventsWriter(str(self._directory / "events"), f".{self._restart:04d}.{self._files:03d}")
+        # The suffix keeps files begun within one second apart, and in order. With a new one, nothing has the name of the file, not even a
+        # link, which EventsWriter would follow.
+        first = self._files == 0
+        while is_ending(self._directory, suffix := f".{self._restart:04d}.{self._files:03d}"):
+            self._files += 1
+        self._events = EventsWriter(str(self._directory / "events"), suffix)
         self._files += 1
-        if self._resume_step is not None and self._files == 1:  # readers discard what they have from this step on
+        if self._resume_step is not None and first:  # readers discard what they have from this step on
             self._add(self._resume_step and self._resume_step + 1, session_log=SessionLog(status=SessionLog.START))
         for tag, markdown, step in self._texts:
             self._add_text(tag, markdown, step)

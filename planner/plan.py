@@ -10,6 +10,7 @@ from typing import Any
 from ridgeline.configs.cluster import ClusterConfig
 from ridgeline.configs.context import context_method
 from ridgeline.configs.errors import UserError
+from ridgeline.configs.format import plural
 from ridgeline.configs.schema import Config
 from ridgeline.planner.advice import Alternative, Bottleneck, alternatives, bottleneck, stages_sentence
 from ridgeline.planner.calibration import Calibration
@@ -230,14 +231,18 @@ def _check_priced(cluster: ClusterConfig, calibration: Calibration) -> None:
         )
 
 
+def why_nothing_fits(scales: Sequence[Scale]) -> str:
+    """Return why no layout fits on the largest number of nodes."""
+    row = scaling_table(scales, Limits())[-1]
+    return f"no layout of this config fits: {plural(row.nodes, 'node')} ({plural(row.devices, 'device')}): {row.outside}"
+
+
 def _nothing_fits(config: Config, cluster: ClusterConfig, calibration: Calibration, scales: list[Scale], tokens: float) -> UserError:
     """Return the error for a config that fits nowhere: the nearest miss, the fewest nodes that work, a change that makes it fit."""
-    rows = scaling_table(scales, Limits())
-    lines = [f"{row.nodes} node{'s' if row.nodes != 1 else ''} ({row.devices} devices): {row.outside}" for row in rows]
     nearest = _nearest(config, cluster, calibration, scales, tokens)
     ways = (offloaded_state, lower_precision_state) if _short_of_memory(scales[-1]) else ()
     fits = [found for way in ways if (found := way(config, cluster, calibration, scales[-1].nodes, tokens)) is not None]
-    return UserError(f"no layout of this config fits: {lines[-1]}. {nearest}" + "".join(f" Or {found.sentence}" for found in fits))
+    return UserError(f"{why_nothing_fits(scales)}. {nearest}" + "".join(f" Or {found.sentence}" for found in fits))
 
 
 def _short_of_memory(scale: Scale) -> bool:

@@ -17,9 +17,23 @@ CAPTURE_FILE = "capture.json"
 ANALYSIS_FILE = "analysis.json"
 
 
+_IN_LOGS = ("plugins", "profile")
+
+
+def log_directory(run_dir: Path) -> Path:
+    """Return TensorBoard's log directory of a run. The user may have made it a link."""
+    return run_dir / "tensorboard"
+
+
 def profile_root(run_dir: Path) -> Path:
     """Return the directory of the captures of a run."""
-    return run_dir / "tensorboard" / "plugins" / "profile"
+    return log_directory(run_dir).joinpath(*_IN_LOGS)
+
+
+def written_below(capture: Path) -> Path:
+    """Return the directory below which a capture must not be behind a link: TensorBoard's log directory where it is in one."""
+    above = capture.parent
+    return above.parent.parent if above.parts[-2:] == _IN_LOGS else above
 
 
 def trace_files(directory: Path) -> tuple[Path, ...]:

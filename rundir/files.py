@@ -76,6 +76,18 @@ def refuse_link(path: Path) -> None:
         raise UserError(f"{path} is a symbolic link to {os.readlink(path)}: nothing is written through it; remove it")
 
 
+def refuse_links(path: Path, below: Path) -> None:
+    """Raise UserError if a path or a directory on the way to it from `below`, which may be one, is a symbolic link."""
+    for place in [*reversed(path.relative_to(below).parents), path.relative_to(below)]:
+        if place.parts:
+            refuse_link(below / place)
+
+
+def is_ending(directory: Path, end: str) -> bool:
+    """Whether the name of an entry of a directory, which may be a link to nothing, ends so."""
+    return any(name.endswith(end) for name in os.listdir(directory))
+
+
 def make_directory(path: Path) -> None:
     """Create a directory and its missing parents, on disk when this returns. Raises OSError."""
     missing = [place for place in (path, *path.parents) if not place.exists()]

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ridgeline.configs.errors import UserError
+from ridgeline.rundir.files import refuse_link
 from ridgeline.rundir.jsonl import LineFile, read_typed_jsonl
 
 DIRECTORY = "slurm"
@@ -95,14 +96,16 @@ def slurm_directory(run_dir: Path) -> Path:
 
 
 def next_submission(run_dir: Path) -> int:
-    """Return the number of the next submission, from 1."""
+    """Return the number of the next submission, from 1. Raises UserError where the directory of submissions is a symbolic link."""
     directory = slurm_directory(run_dir)
+    refuse_link(directory)
     taken = [int(path.name) for path in directory.iterdir() if path.name.isdecimal()] if directory.is_dir() else []
     return max(taken, default=0) + 1
 
 
 def record_job(run_dir: Path, record: JobRecord) -> None:
     """Append a job to the record."""
+    refuse_link(slurm_directory(run_dir))
     file = LineFile(slurm_directory(run_dir) / JOBS_FILE)
     try:
         file.append((json.dumps(asdict(record)) + "\n").encode())

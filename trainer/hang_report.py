@@ -19,10 +19,13 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ridgeline import PACKAGE
-from ridgeline.hlo.collectives import collectives
+from ridgeline.configs.format import format_bytes
+from ridgeline.hlo.collectives import Collective, collectives
 
 THREADS, FRAMES, TEXT, OUTSIDE = 8, 16, 160, 8
 """Limits of a position: threads, frames of each, characters of a frame, things outside Python that it waits for."""
+CANDIDATES = 4
+"""Collectives of one kind that are named where the instruction is not known."""
 WAITS = ("agreement.py", "multihost", "distributed.py", "_read_pending", "begin_together", "wait_at_barrier", "agreed", "stages.py")
 """In a frame of the main thread: it waits for the other processes, or for a step, which waits for theirs."""
 IDLE = ("ridge-link", "lease", "stop-publish", "stop-listen", "watchdog", "hang", "clocks")
@@ -49,6 +52,8 @@ class Position(BaseModel):
     """Thread -> its innermost Python frames, innermost last; the main thread first."""
     files: Annotated[list[Outside], Field(max_length=OUTSIDE)] = []
     """Files that its threads wait for, and in which call (trainer/kernel_waits.py)."""
+    collective: Outside | None = None
+    """Kind and name of the collective that it waits in; None where its stacks do not tell (trainer/native_waits.py)."""
     worker: Outside | None = None
     """The worker process of its loader that it waits for, and what that one does."""
 
@@ -122,6 +127,9 @@ def suspects(positions: Mapping[int, Position | None]) -> tuple[list[int], str]:
     blocked = [process for process, position in answers.items() if position.files]
     if blocked and len(blocked) < len(answers):
         return blocked, "waits for a file, unlike the others"
+    outside = [process for process, position in answers.items() if position.collective is None]
+    if outside and len(outside) < len(answers):
+        return outside, "is in no collective, unlike the others"
     return [], ""
 
 
@@ -135,17 +143,13 @@ def report_text(
     """
     found, why = suspects(positions)
     lines = [_verdict(positions, names, found, why)]
-    if hlo_text is not None and len(positions) > 1:
-        try:
-            first = next(iter(collectives(hlo_text, mesh_shape)), None)
-        except ValueError:  # a collective in a form that is not read
-            first = None
-        if first is not None:
-            over = "" if first.axes is None else f" over {', '.join(first.axes)}"
-            where = f", {first.source.file}:{first.source.line}" if first.source is not None else ""
-            waiting = [process for process in positions if process not in found]
-            rest = f"; {_list(waiting, names)} {_verb(waiting)} there or in a later one" if waiting else ""
-            lines.append(f"the first collective of a step is {first.kind} {first.name}{over}{where}{rest}{_not_reached(positions, names)}")
+    listed = [] if hlo_text is None or len(positions) == 1 else _collectives(hlo_text, mesh_shape)
+    if waits := _waits(positions, names, listed):
+        lines += waits
+    elif listed:
+        waiting = [process for process in positions if process not in found]
+        rest = f"; {_list(waiting, names)} {_verb(waiting)} there or in a later one" if waiting else ""
+        lines.append(f"the first collective of a step is {_described(listed[0])}{rest}{_not_reached(positions, names)}")
     groups: dict[tuple[Any, ...], list[int]] = {}
     for process, position in sorted(positions.items()):
         groups.setdefault(_key(position), []).append(process)
@@ -162,12 +166,66 @@ def report_text(
     return "\n".join(lines) + "\n"
 
 
+def _collectives(hlo_text: str, mesh_shape: Mapping[str, int]) -> list[Collective]:
+    try:
+        return collectives(hlo_text, mesh_shape)
+    except ValueError:  # one in a form that is not read
+        return []
+
+
+def _described(one: Collective) -> str:
+    """Return kind, name, axes, bytes and line of Python."""
+    over = "" if one.axes is None else f" over {', '.join(one.axes)}"
+    where = f", {one.source.file}:{one.source.line}" if one.source is not None else ""
+    return f"{one.kind} {one.name}{over}, {format_bytes(one.bytes)}{where}"
+
+
+def _waits(positions: Mapping[int, Position | None], names: Mapping[int, str], listed: Sequence[Collective]) -> list[str]:
+    """Return a line for each collective that processes wait in, and which processes are not in it, with what is known of them."""
+    groups: dict[str, list[int]] = {}
+    for process, position in sorted(positions.items()):
+        if position is not None and position.collective is not None:
+            groups.setdefault(position.collective, []).append(process)
+    lines = []
+    for name, processes in groups.items():
+        kind, _, instruction = name.partition(" ")
+        numbers = [number for number, one in enumerate(listed) if one.kind == kind and instruction in ("", one.name)]
+        if len(numbers) == 1:
+            one = listed[numbers[0]]
+            what = f"{_described(one)} (number {numbers[0] + 1} of {len(listed)} of the step{', in a loop' if one.count > 1 else ''})"
+        elif numbers and not instruction:
+            shown = "; ".join(_described(listed[number]) for number in numbers[:CANDIDATES])
+            more = f" and {len(numbers) - CANDIDATES} more" if len(numbers) > CANDIDATES else ""
+            what = f"{kind}, one of {len(numbers)} of the step: {shown}{more}"
+        else:
+            what = f"{name}{', which is not of the step' if listed else ''}"
+        others = [process for process in positions if process not in processes]
+        lines.append(f"{_list(processes, names)} {_verb(processes)} in {what}{_absent(others, processes, positions, names)}")
+    return lines
+
+
+def _absent(others: Sequence[int], there: Sequence[int], positions: Mapping[int, Position | None], names: Mapping[int, str]) -> str:
+    """Say of the processes that are not in a collective what is known: it is not reached, or they are elsewhere."""
+    begun = min(position.begun for process in there if (position := positions[process]) is not None)
+    late = {process: position.begun for process in others if (position := positions[process]) is not None and position.begun < begun}
+    silent = [process for process in others if positions[process] is None]
+    parts = (
+        []
+        if not late
+        else [f"not reached by {_list([*late], names)}, which {_verb([*late], 'has', 'have')} not begun step {max(late.values()) + 1}"]
+    )
+    parts += [] if not silent else [f"unknown of {_list(silent, names)}"]
+    rest = [process for process in others if process not in (*late, *silent)]
+    parts += [] if not rest else [f"{_list(rest, names)} {_verb(rest, 'is', 'are')} not in it"]
+    return "".join(f"; {part}" for part in parts)
+
+
 def _key(position: Position | None) -> tuple[Any, ...]:
     """Return what is equal for processes that do the same."""
     if position is None:
         return ()
     stacks = tuple((name, *frames) for name, frames in position.threads.items())
-    return position.step, position.begun, position.phase, tuple(position.outside), stacks
+    return position.step, position.begun, position.phase, position.collective, tuple(position.outside), stacks
 
 
 def _verdict(positions: Mapping[int, Position | None], names: Mapping[int, str], found: list[int], why: str) -> str:
@@ -192,8 +250,8 @@ def _not_reached(positions: Mapping[int, Position | None], names: Mapping[int, s
     return f"; in step {max(begun[process] for process in late) + 1} not reached by {_list(late, names)}" if late else ""
 
 
-def _verb(processes: Sequence[int]) -> str:
-    return "waits" if len(processes) == 1 else "wait"
+def _verb(processes: Sequence[int], one: str = "waits", several: str = "wait") -> str:
+    return one if len(processes) == 1 else several
 
 
 def _list(processes: Sequence[int], names: Mapping[int, str], most: int = 16) -> str:

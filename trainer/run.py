@@ -57,6 +57,7 @@ from ridgeline.trainer.hooks import CompilationStep, Evaluation, Heartbeat, Metr
 from ridgeline.trainer.loop import Hook, Loader, Loop, Outcome
 from ridgeline.trainer.loss_spikes import LossSpikes, watch_loss_spikes
 from ridgeline.trainer.monitoring import Monitoring
+from ridgeline.trainer.native_waits import NativeWaits
 from ridgeline.trainer.plan_record import record_plan
 from ridgeline.trainer.prepare import Prepared, check_data, data_seed, prepare, start_warnings
 from ridgeline.trainer.pretrained import changed_positions, holds_only_params, merged_tokenizer, open_source, start_from
@@ -194,6 +195,7 @@ class _Session:
     started_from: Path | None = None
     """The directory of the model that a new run starts from."""
     plan_thread: threading.Thread | None = None
+    symbols_thread: threading.Thread | None = None
     """Writes plan.json and compile.json."""
     loop: Loop | None = None
     step: Program | None = None
@@ -255,6 +257,8 @@ class _Session:
             events.emit("stopped_early", signal=request.signal.name)
             raise
         finally:
+            if self.symbols_thread is not None:
+                self.symbols_thread.join(WRITE_S)
             if self.plan_thread is not None:
                 self.plan_thread.join()  # also of a start that was refused: it writes into the run
             self.stop.unshare()
@@ -273,6 +277,13 @@ class _Session:
         config, emit = self.config.trainer, self.events.emit
         watchdog = Watchdog(config.hang_timeout_s, stacks, HANG_EXIT_CODE, emit, deadlines=config.deadlines, survey=survey, end=self.end)
         if link is not None:
+            if jax.default_backend() == "cpu":
+                waits = NativeWaits()
+                watchdog.collective, self.symbols_thread = (
+                    waits.collective,
+                    threading.Thread(target=waits.prepare, name="symbols", daemon=True),
+                )
+                self.symbols_thread.start()
             link.position, link.stacks, link.report = watchdog.asked, watchdog.asked_stacks, self._report_hang
         return watchdog
 

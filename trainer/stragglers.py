@@ -48,6 +48,16 @@ NAMED_SHARE, ENDED_SHARE = 0.8, 0.5
 below the other part."""
 ERRORS = 3.6
 """The typical excess must be this many times its standard error above 0: noise does not name a rank."""
+RELATED = 2
+"""Windows that tell how the noise of successive steps is related."""
+HISTORY = RELATED * WINDOW
+"""Newest times of a rank, at steps that all ranks have, that are used."""
+LATE = WINDOW
+"""Times beside these: another process may have published fewer steps."""
+FAR = 2.5
+"""Standard deviations beyond which a value counts as this far in the relation of steps."""
+LEAST_SHARE, MOST_SHARE = 0.45, 2.0
+"""Limits of the standard error over that of independent steps."""
 PROBE_SHARE = 0.005
 """Most of the time of steps that the program on GPUs may take: before short steps it runs less often."""
 PROBE_DIM, PROBE_REPEATS = 2048, 8
@@ -57,12 +67,13 @@ Values = NDArray[np.float64]
 
 
 def excesses(times: Times, window: int) -> dict[str, Values]:
-    """Return, for each rank, its own time over the median of the others minus 1, at the newest `window` steps that all ranks have.
+    """Return, for each rank, its own time over the median of the others minus 1, at the steps that all ranks have, newest last.
 
-    Empty where there are fewer such steps, or a single rank. The median of the others, at the same step, cancels what changes for all.
+    Empty where there are fewer than `window` such steps, or a single rank. The median of the others, at the same step, cancels what changes
+    for all.
     """
     common = sorted(set.intersection(*(set(own) for own in times.values()))) if times else []
-    count, steps = len(times), common[-window:]
+    count, steps = len(times), common[-HISTORY:]
     if count < 2 or len(common) < window:
         return {}
     own = np.array([[times[name][step] for step in steps] for name in times])
@@ -89,14 +100,38 @@ def typical(values: Values) -> tuple[Values, Values]:
     return middle, math.sqrt(math.pi / 3) * math.sqrt(2) * 1.4826 * (high - low) / 2 / math.sqrt(values.shape[-1])
 
 
-def slow_ranks(found: Mapping[str, Values], threshold: float) -> tuple[dict[str, float], dict[str, float]]:
+def error_share(values: Values, window: int) -> Values:
+    """Return the standard error of the mean of `window` successive values of the last axis over that of independent ones.
+
+    The clock is read while XLA's threads are in the next step: what one step has too much, the next one has too little, and the mean is
+    known better than by independent steps. Noise that lasts for steps makes it worse. For a correlation r of neighbors alone it is
+    sqrt(1 + 2 r (1 - 1 / window)) (Bartlett 1946). r is that of all windows, each about its mean, which makes it smaller by 1 / window;
+    values far from the median count as less far. 1 where there are fewer than RELATED windows: r would be noise.
+    """
+    count = values.shape[-1] // window
+    if count < RELATED:
+        return np.ones(values.shape[:-1])
+    windows = values[..., values.shape[-1] - count * window :].reshape(*values.shape[:-1], count, window)
+    away = windows - np.median(windows, -1, keepdims=True)
+    limit = FAR * 1.4826 * np.median(np.abs(away), -1, keepdims=True)
+    away = np.clip(away, -limit, limit)
+    away -= away.mean(-1, keepdims=True)
+    related, square = (away[..., 1:] * away[..., :-1]).sum((-2, -1)), (away**2).sum((-2, -1))
+    correlation = np.where(square > 0, related / np.where(square > 0, square, 1.0) + 1 / window, 0.0)
+    share: Values = np.sqrt(np.clip(1 + 2 * correlation * (1 - 1 / window), LEAST_SHARE**2, MOST_SHARE**2))
+    return share
+
+
+def slow_ranks(found: Mapping[str, Values], threshold: float, window: int = WINDOW) -> tuple[dict[str, float], dict[str, float]]:
     """Return rank -> typical excess of all ranks, and of those that are slower than the others by about `threshold` or more.
 
-    Logarithms are averaged: as ratios, times that are twice and half of the others' would not cancel.
+    The newest `window` excesses decide. Logarithms are averaged: as ratios, times that are twice and half of the others' would not cancel.
     """
     if not found:
         return {}, {}
-    logs, error = typical(np.log(np.maximum(1 + np.array(list(found.values())), 1e-9)))
+    all_logs = np.log(np.maximum(1 + np.array(list(found.values())), 1e-9))
+    logs, error = typical(all_logs[:, -window:])
+    error = error * error_share(all_logs, window)
     excess = dict(zip(found, np.expm1(logs).tolist(), strict=True))
     slow = (logs >= math.log1p(NAMED_SHARE * threshold)) & (logs >= ERRORS * error)
     return excess, {name: excess[name] for name, is_slow in zip(found, slow, strict=True) if is_slow}
@@ -166,7 +201,7 @@ class Stragglers(Hook):
     in_job: bool = field(default_factory=restarts_without_them)
     """Whether a job script starts the run again without bad nodes."""
     cpu_clock: Callable[[], float] = field(default_factory=ComputeClock)
-    _own: deque[tuple[int, list[float]]] = field(default_factory=lambda: deque(maxlen=2 * WINDOW), init=False)
+    _own: deque[tuple[int, list[float]]] = field(default_factory=lambda: deque(maxlen=HISTORY + LATE), init=False)
     _last_s: float | None = field(default=None, init=False)
     _named: dict[str, float] = field(default_factory=dict, init=False)
     _since: dict[str, int] = field(default_factory=dict, init=False)
@@ -198,14 +233,15 @@ class Stragglers(Hook):
             self._probe_s = time.perf_counter() - start_s
 
     def on_result(self, result: StepResult) -> None:
-        """Keep the own times of this step; have them published at every PUBLISH_EVERY-th step."""
+        """Keep the own times of this step; have them published after every PUBLISH_EVERY-th step."""
         now_s = self.cpu_clock()
         own = self._probed if self.probe is not None else None if self._last_s is None or result.first else [now_s - self._last_s]
         self._last_s, self._probed, self._step_s = now_s, None, result.duration_s
         with self._changed:
             if own is not None:
                 self._own.append((result.step, [float(f"{own_s:.5g}") for own_s in own]))
-            if result.step % PUBLISH_EVERY == 0:
+            # process 0, which compares, a step later: by then the others have published
+            if result.step % PUBLISH_EVERY == (jax.process_index() == 0):
                 self._due = result.step
                 self._changed.notify()
             metrics = dict(self._metrics)
@@ -260,10 +296,11 @@ class Stragglers(Hook):
                 name = f"process {one['process']}" + (f", its device {rank}" if self.probe is not None else "")
                 times[name] = {at: own[rank] for at, own in one["own"]}
                 about[name] = one, rank
-        found = excesses(times, WINDOW if self.probe is None else WINDOW // PROBE_EVERY)
+        window = WINDOW if self.probe is None else WINDOW // PROBE_EVERY
+        found = excesses(times, window)
         if not found:
             return
-        typical_excess, slow = slow_ranks(found, self._threshold)
+        typical_excess, slow = slow_ranks(found, self._threshold, window)
         worst = max(typical_excess.values())
         wait_s = self._step_s * max(0.0, worst) / (1 + max(0.0, worst))
         with self._changed:

@@ -72,6 +72,8 @@ class Watchdog:
         self._steps, self._begun, self._armed_s = 0, 0, math.inf
         self.awaited: Callable[[], tuple[int, int] | None] = lambda: None
         """Returns the number and the process id of the worker that the loader waits for."""
+        self.collective: Callable[[], str | None] = lambda: None
+        """Returns the collective that this process waits in, where its stacks tell (trainer/native_waits.py)."""
         self._wake = threading.Condition()
         self._last_s = clock()
         self._limit_s: float | None = None
@@ -112,6 +114,7 @@ class Watchdog:
             silent_s=silent_s,
             threads=python_frames(),
             files=[name[-MOST:] for name in file_waits(os.getpid())[:OUTSIDE]],
+            collective=self.collective(),
             worker=None if worker is None else f"loader worker {worker[0]} (pid {worker[1]}), which {worker_state(worker[1])}"[:MOST],
         )
 

@@ -12,8 +12,8 @@ from ridgeline.configs.errors import UserError
 from ridgeline.explain.trace.capture import Capture
 from ridgeline.explain.trace.figures import breakdown, roofline
 from ridgeline.rundir.analysis import Analysis, write_analysis
-from ridgeline.rundir.captures import ANALYSIS_FILE
-from ridgeline.rundir.files import refuse_link, write_atomically
+from ridgeline.rundir.captures import ANALYSIS_FILE, written_below
+from ridgeline.rundir.files import is_ending, refuse_link, refuse_links, write_atomically
 from ridgeline.rundir.metrics import metric
 
 TENSORBOARD_RUN = "steps"
@@ -30,7 +30,7 @@ def publish(capture: Capture, analysis: Analysis, *, clock: Callable[[], float] 
       UserError: the directory of the capture cannot be written.
     """
     directory = capture.directory
-    refuse_link(directory)
+    refuse_links(directory, below=written_below(directory))
     pngs = {"breakdown": breakdown(analysis.devices), "roofline": roofline(analysis)}
     figures = {name: png for name, png in pngs.items() if png is not None}
     written: list[Path] = []
@@ -55,7 +55,10 @@ def _tensorboard(directory: Path, analysis: Analysis, figures: Mapping[str, byte
     refuse_link(directory)
     directory.mkdir(parents=True, exist_ok=True)
     last = max((step.step for step in analysis.steps if step.step is not None), default=0)
-    writer = EventsWriter(str(directory / "events"), f".{last:07d}")
+    number = 0
+    while is_ending(directory, suffix := f".{last:07d}.{number:03d}"):  # EventsWriter would follow a link
+        number += 1
+    writer = EventsWriter(str(directory / "events"), suffix)
     for step in analysis.steps:
         values = []
         for key in _SCALARS:

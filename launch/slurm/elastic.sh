@@ -37,7 +37,7 @@ choose_nodes() {
     read -ra LAYOUT <<< "$(layout "$SIZE")"
     # --overlap: Slurm 22.05 keeps the step of a lost node, and its cores, until the job ends
     PLACE=(--overlap --nodes="$SIZE" --ntasks=$((SIZE * @{tasks})) --ntasks-per-node=@{tasks} --nodelist="$NODES")
-    printf '{"job": %d, "begin": %d, "nodes": %d, "of": %d, "spares": %d, "names": "%s", "spare_names": "%s"}\n' \
+    [ -L "$RUN/nodes.jsonl" ] || printf '{"job": %d, "begin": %d, "nodes": %d, "of": %d, "spares": %d, "names": "%s", "spare_names": "%s"}\n' \
         "$SLURM_JOB_ID" "$(date +%s)" "$SIZE" @{nodes} $((${#GOOD[@]} - SIZE)) "$NODES" "$SPARES" >> "$RUN/nodes.jsonl"
 }
 placed() {

@@ -20,6 +20,7 @@ from ridgeline.launch.slurm.script import Job, commented, kept_environment
 from ridgeline.launch.slurm.shape import JobShape, with_mesh
 from ridgeline.launch.trials.engine import DIGITS, TrialFiles
 from ridgeline.rundir import jobs as job_files
+from ridgeline.rundir.files import refuse_links
 
 
 @dataclass(frozen=True)
@@ -98,11 +99,13 @@ class Submission:
         )
 
     def _submit_array(self, job: Job) -> str:
+        logs = [self.files.run_dir(name) / job_files.DIRECTORY for name in self.configs]
+        for log in logs:
+            refuse_links(log, below=self.files.root)
         script = slurm.write(job, None)
         try:
             (job.directory / "points").mkdir()
-            for name, config in self.configs.items():
-                log = self.files.run_dir(name) / job_files.DIRECTORY
+            for log, (name, config) in zip(logs, self.configs.items(), strict=True):
                 log.mkdir(parents=True, exist_ok=True)  # Slurm does not create the directory of a log
                 (job.directory / "points" / f"{name}.yaml").write_text(to_yaml(with_mesh(config, self.shape)), encoding="utf-8")
         except OSError as error:

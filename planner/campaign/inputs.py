@@ -14,9 +14,9 @@ from ridgeline.planner.economics import price_usd, state_bytes
 from ridgeline.planner.failure_catalog import FailureClass, classes_of, restart_times, stragglers, waits
 from ridgeline.planner.hardware import hardware
 from ridgeline.planner.layouts import Layout
-from ridgeline.planner.plan import make_plan
+from ridgeline.planner.plan import why_nothing_fits
 from ridgeline.planner.policy import LEAST_SHARE, configured_interval_s, elastic_sizes, step_limit_s
-from ridgeline.planner.search import Candidate
+from ridgeline.planner.search import Candidate, Limits, ranked, search
 
 ALWAYS_S = 1800.0
 """Time without a step after which a person ends a job without a watchdog (trainer.hang_timeout_s: null); assumed."""
@@ -92,10 +92,15 @@ def inputs(config: Config, cluster: ClusterConfig, calibration: Calibration, nod
 
 
 def _layout(config: Config, cluster: ClusterConfig, calibration: Calibration, nodes: int) -> tuple[Candidate | None, str]:
+    """Return the layout that `ridge plan` chooses, and why there is none. Other numbers of nodes are not tried: that takes long."""
+    tokens = float(config.trainer.steps) * config.data.batch_size * config.data.seq_len
     try:
-        return make_plan(config, cluster, calibration, [nodes]).best[0], ""
+        scales = search(config, cluster, calibration, [nodes], tokens)
     except UserError as error:
         return None, str(error)
+    if found := ranked(scales, "time", Limits()):
+        return found[0], ""
+    return None, f"{why_nothing_fits(scales)}; `ridge plan` with the same arguments names the nearest layouts"
 
 
 def _campaign(

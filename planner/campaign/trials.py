@@ -18,14 +18,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ridgeline.planner.campaign.kinds import AT_KNOWN_TIMES, goes_on, kinds
 from ridgeline.planner.campaign.model import PARTS, Campaign, Choice, Floats, Outcome
-from ridgeline.planner.policy import MAX_FAILURES, elastic_size, requeue_pause_s
+from ridgeline.planner.policy import MAX_FAILURES, QUICK_S, requeue_pause_s
 
 MOST_EVENTS_FACTOR, MOST_EVENTS = 5, 1000
 """A trial is given up after this many times the expected events, plus as many."""
@@ -40,289 +40,306 @@ def daly_wall_s(*, work_s: float, interval_s: float, save_s: float, restart_s: f
     return mtbf_s * math.exp(restart_s / mtbf_s) * attempts
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """A kind of event."""
-
-    name: str
-    per_s: float = 0.0
-    detection_s: float = 0.0
-    graceful: bool = False
-    """The job saves first."""
-    replaces: bool = False
-    outage_s: float = 0.0
-    loses_memory: bool = False
-    """The copies in the memory of the nodes are gone."""
-    interrupts: bool = True
-    requeues: bool = True
-    """Goes through the scheduler's queue."""
-
-
-def _kinds(made: Campaign) -> list[_Kind]:
-    """Return the random kinds, then those that happen at known times (`_AT`)."""
-    kinds = []
-    for one in made.classes:
-        per_s = one.per_hour(made.nodes, made.devices_per_node) / 3600
-        detection_s = made.step_limit_s if one.found_by == "watchdog" else made.detection_s
-        wait = one.after == "wait"
-        kinds.append(
-            _Kind(
-                one.name,
-                per_s,
-                0.0 if one.after == "planned" else detection_s,
-                graceful=one.after == "planned",
-                replaces=one.after == "replace",
-                outage_s=made.outage_s if wait else 0.0,
-                loses_memory=wait,
-            )
-        )
-    kinds.append(_Kind("preemption", made.preemptions_per_s, graceful=True, loses_memory=True))
-    kinds.append(_Kind("slow", made.straggler_per_s, interrupts=False))
-    kinds.append(_Kind("time_limit", graceful=True, loses_memory=True))
-    kinds.append(_Kind("straggler", graceful=True, replaces=True))
-    kinds.append(_Kind("grow", graceful=True))
-    return kinds
-
-
-_AT = ("time_limit", "straggler", "grow")
+_PART = ("productive", "straggler", "shrunk", "startup", "compile", "restore", "checkpoint", "teardown", "lost", "hang", "queue")
+"""The parts in the order of the rows: first those that are carried from one event to the next, then those of a start."""
+_PRODUCTIVE, _STRAGGLER, _SHRUNK, _STARTUP, _COMPILE, _RESTORE, _CHECKPOINT, _TEARDOWN, _LOST, _HANG, _QUEUE = range(len(_PART))
+_CARRIED = _SHRUNK + 1
+_RESULTS = ("spent", "carry", "t_s", "unpaid_s", "stops")
+_CHANGING = (
+    *_RESULTS,
+    *("element", "trial", "interval_s", "cycle_s", "write_s", "restore_s", "spares", "shrink", "saves_per_shared", "pending"),
+    *("kept", "kept_shared", "since_shared", "failures", "restarts", "attempt_s", "limit_left_s", "found_left_s", "grow_left_s"),
+    *("slowness", "fraction", "replaced", "returned", "oldest_back_s", "met", "exposed_s", "spared_s"),
+)
+"""Arrays with an element per trial that is not over."""
 
 
 class _Trials:
-    """The state of all trials. Arrays [C, T] unless said otherwise; [C, 1] for what belongs to a choice."""
+    """The state of the trials that are not over. Arrays [N], or [rows, N]: an element is one trial of one choice."""
 
     def __init__(self, made: Campaign, choices: Sequence[Choice], trials: int, seed: int) -> None:
-        self.made, self.rng = made, np.random.default_rng(seed)
-        self.kinds = _kinds(made)
-        self.index = {kind.name: i for i, kind in enumerate(self.kinds)}
-        self.shape = (len(choices), trials)
-        rates = np.array([kind.per_s for kind in self.kinds])
-        self.rate_per_s = float(rates.sum())
-        self.cumulative = np.cumsum(rates) / self.rate_per_s if self.rate_per_s > 0 else np.ones(len(rates))
-        names = ("graceful", "interrupts", "detection_s", "loses_memory", "replaces", "outage_s")
-        self.of_kind = {name: np.array([getattr(kind, name) for kind in self.kinds]) for name in names}
-        self.last_random = len(self.kinds) - len(_AT) - 1
-
-        def column(values: Sequence[Any]) -> NDArray[Any]:
-            return np.array(values)[:, None]
-
-        self.interval_s = column([choice.interval_s for choice in choices])
-        self.write_s = column([made.write_s[choice.tier] for choice in choices])
-        self.restore_s = column([made.restore_s[choice.tier] for choice in choices])
-        self.spares = column([choice.spares for choice in choices])
-        goes_on = [elastic_size(made.shrunk_sizes, made.nodes - missing) for missing in range(made.nodes + 1)]
-        self.goes_on = np.array(goes_on)
-        """By number of missing nodes: on how many the job goes on; 0: it waits."""
-        self.grows_at = np.array(
-            [next((m for m in range(missing, -1, -1) if goes_on[m] > goes_on[missing]), 0) for missing in range(made.nodes + 1)]
-        )
-        """By number of missing nodes: the largest number with which it goes on with more."""
-        self.shrink = column([choice.elastic == "shrink" for choice in choices])
-        every = [
-            max(1, round(made.shared_every_s / (choice.interval_s + made.save_s))) if choice.tier == "local" else 1 for choice in choices
-        ]
-        self.saves_per_shared = column(every)
-        self.spent: dict[str, Floats] = {name: self.zeros() for name in PARTS}
-        self.carry: dict[str, Floats] = {name: self.zeros() for name in ("productive", "straggler", "shrunk")}
-        """Steps of this start that no checkpoint holds yet, from before its last event."""
-        self.pending = {"startup": self.full(made.startup_s), "compile": self.full(made.compile_s), "restore": self.zeros()}
-        self.counts = np.zeros(len(self.kinds) * len(choices) * trials)
-        self.kept, self.kept_shared = self.zeros(), self.zeros()
-        """Work that the newest checkpoint holds, of the tier and of shared storage, s at full speed."""
-        self.since_shared = self.zeros()
-        self.failures, self.restarts, self.stops = self.zeros(), self.zeros(), self.zeros()
-        self.attempt_s, self.unpaid_s = self.zeros(), self.zeros()
-        self.limit_left_s = self.full(made.time_limit_s)
-        self.slow = np.zeros(self.shape, bool)
-        self.found_left_s, self.grow_left_s = self.full(math.inf), self.full(math.inf)
-        self.fraction = np.ones(self.shape)
-        self.active = np.ones(self.shape, bool)
-        expected_out = (made.replaced_per_s + made.straggler_per_s) * made.repair_s
-        self.slots = int(2 * expected_out + 10 * math.sqrt(expected_out)) + _RING_SPARE
+        self.made, self.rng, self.trials = made, np.random.default_rng(seed), trials
         self.size = len(choices) * trials
-        self.elements = np.arange(self.size).reshape(self.shape)
+        self.element = np.arange(self.size)
+        """Number of the element among those of the start: choice * trials + trial."""
+        self._kinds(made)
+        self._choices(made, choices)
+        self.spent = np.zeros((len(PARTS), self.size))
+        """Seconds of each part (`_PART`)."""
+        self.carry = np.zeros((_CARRIED, self.size))
+        """Steps of this start that no checkpoint holds yet, from before its last event: the first parts."""
+        self.pending = np.zeros((_RESTORE + 1 - _STARTUP, self.size))
+        self.pending[0], self.pending[1] = made.startup_s, made.compile_s
+        self.kept, self.kept_shared = self.full(0.0), self.full(0.0)
+        """Work that the newest checkpoint holds, of the tier and of shared storage, s at full speed."""
+        self.since_shared = self.full(0.0)
+        self.failures, self.restarts, self.stops = self.full(0.0), self.full(0.0), self.full(0.0)
+        self.attempt_s, self.unpaid_s = self.full(0.0), self.full(0.0)
+        self.limit_left_s = self.full(made.time_limit_s)
+        self.found_left_s, self.grow_left_s = self.full(math.inf), self.full(math.inf)
+        self.slowness, self.fraction = self.full(1.0), self.full(1.0)
+        """Time of a step over that without a straggler; number of nodes over all."""
+        expected_out = (made.replaced_per_s + made.straggler_per_s) * made.repair_s
+        self.slots = 1 << int(2 * expected_out + 10 * math.sqrt(expected_out) + _RING_SPARE).bit_length()
         self.away_since = np.zeros(self.slots * self.size)
-        """Times at which nodes were sent to repair: a ring of `slots` for each element."""
-        self.replaced = np.zeros(self.shape, int)
-        self.returned = np.zeros(self.shape, int)
+        """Times at which nodes were sent to repair: a ring of `slots`, a power of 2, for each element of the start."""
+        self.replaced, self.returned = np.zeros(self.size, int), np.zeros(self.size, int)
         self.oldest_back_s = self.full(math.inf)
         """When the node that has been away longest is back; infinite where none is away."""
-        self.t_s = self.zeros()
-        self.spared_s = self._until_save()
-        """Time that this start is still spared from random events."""
+        self.t_s = self.full(0.0)
         schedule = made.schedule or ()
         self.schedule_s = np.array([*(seconds for seconds, _ in schedule), math.inf])
         self.schedule_kind = np.array([*(self.index[name] for _, name in schedule), 0])
-        self.met = np.zeros(self.shape, int)
+        self.met = np.zeros(self.size, int)
         """Interruptions of the schedule that are over."""
-        self.exposed_s = self.zeros()
+        self.exposed_s = self.full(0.0)
         """Time in which the job could be interrupted."""
-        self._wait(self.active, self.rng.exponential(size=(1, trials)) * made.queue_wait_s)
+        self.spared_s = self._until_save()
+        """Time that this start is still spared from random events."""
+        self.ended = {name: getattr(self, name).copy() for name in _RESULTS}
+        """Results of all elements of the start; of those that are not over, after `end`."""
+        self._wait(self.rng.exponential(size=trials), np.ones(self.size, bool))
 
-    def zeros(self) -> Floats:
-        return np.zeros(self.shape)
+    def _kinds(self, made: Campaign) -> None:
+        self.kinds = kinds(made)
+        self.index = {kind.name: i for i, kind in enumerate(self.kinds)}
+        rates = np.array([kind.per_s for kind in self.kinds])
+        self.rate_per_s = float(rates.sum())
+        self.cumulative = np.cumsum(rates) / self.rate_per_s if self.rate_per_s > 0 else np.ones(len(rates))
+        self.last_random = len(self.kinds) - len(AT_KNOWN_TIMES) - 1
+        self.slow_kind, self.straggler_kind = self.index["slow"], self.index["straggler"]
+        self.graceful, self.loses_memory, self.replaces = (
+            np.array([getattr(kind, name) for kind in self.kinds]) for name in ("graceful", "loses_memory", "replaces")
+        )
+        self.detection_s, self.outage_s = (np.array([getattr(kind, name) for kind in self.kinds]) for name in ("detection_s", "outage_s"))
+        self.counts = np.zeros(len(self.kinds) * self.size)
+
+    def _choices(self, made: Campaign, choices: Sequence[Choice]) -> None:
+        def repeated(values: Sequence[Any]) -> NDArray[Any]:
+            return np.repeat(np.array(values), self.trials)
+
+        self.trial = np.tile(np.arange(self.trials), len(choices))
+        self.interval_s = repeated([choice.interval_s for choice in choices])
+        self.cycle_s = self.interval_s + made.save_s
+        self.write_s = repeated([made.write_s[choice.tier] for choice in choices])
+        self.restore_s = repeated([made.restore_s[choice.tier] for choice in choices])
+        self.spares = repeated([choice.spares for choice in choices])
+        self.shrink = repeated([choice.elastic == "shrink" for choice in choices])
+        every = [
+            max(1, round(made.shared_every_s / (choice.interval_s + made.save_s))) if choice.tier == "local" else 1 for choice in choices
+        ]
+        self.saves_per_shared = repeated(every)
+        sizes = made.shrunk_sizes
+        self.least_nodes = min(sizes)
+        self.goes_on = goes_on(sizes, made.nodes)
+        """By number of missing nodes: on how many the job goes on; 0: it waits."""
+        self.grows_at = np.maximum(np.searchsorted(-self.goes_on, -self.goes_on) - 1, 0)
+        """By number of missing nodes: the largest number with which it goes on with more."""
+        self.changes_size = bool(self.shrink.any()) or self.goes_on[0] < made.nodes
 
     def full(self, value: float) -> Floats:
-        return np.full(self.shape, value)
+        return np.full(self.size, value, np.float64)
 
     def _until_save(self) -> Floats:
         """Return for how long a start that begins now is spared: until its first checkpoint is written, or not at all."""
         if not self.made.spared_until_save:
-            return self.zeros()
-        until_s: Floats = sum(self.pending.values()) + self.interval_s + self.made.save_s + self.write_s
+            return np.zeros(len(self.element))
+        until_s: Floats = self._pending_s() + self.interval_s + self.made.save_s + self.write_s
         return until_s
 
+    def _pending_s(self) -> Floats:
+        startup_s, compile_s, restore_s = self.pending
+        pending_s: Floats = startup_s + compile_s + restore_s
+        return pending_s
+
     def advance(self) -> None:
-        """Go on to the next event of every active trial."""
-        size = (1, self.shape[1])
-        gap, which, waits = self.rng.exponential(size=size), self.rng.random(size), self.rng.exponential(size=size)
+        """Go on to the next event of every trial."""
+        made = self.made
+        gap, which, waits = self.rng.exponential(size=self.trials), self.rng.random(self.trials), self.rng.exponential(size=self.trials)
         kind, gap_s = self._next_event(gap, which)
-        speed = self.fraction / np.where(self.slow, 1 + self.made.straggler_excess, 1.0)
-        need_s = np.maximum(0.0, self.made.work_s - self.kept - self.carry["productive"]) / speed
+        speed = self.fraction / self.slowness
+        need_s = np.maximum(0.0, made.work_s - self.kept - self.carry[_PRODUCTIVE]) / speed
         saves = np.maximum(1.0, np.ceil(need_s / self.interval_s - _EPSILON))
-        ends_s = sum(self.pending.values()) + need_s + saves * self.made.save_s + self.write_s
-        done = self.active & (ends_s <= gap_s)
-        alive = self.active & np.isfinite(gap_s)
-        left_s = np.where(done, ends_s, np.where(alive, gap_s, 0.0))
-        self.active &= done | alive
+        ends_s = self._pending_s() + need_s + saves * made.save_s + self.write_s
+        done = ends_s <= gap_s
+        left_s = np.minimum(ends_s, gap_s)
         self.t_s += left_s
         self.attempt_s += left_s
-        for name in ("limit_left_s", "found_left_s", "grow_left_s"):
-            setattr(self, name, getattr(self, name) - left_s)
-        self.exposed_s += np.maximum(0.0, left_s - self.spared_s)
-        self.spared_s = np.maximum(0.0, self.spared_s - left_s)
-        self.met += self.active & ~done & (kind <= self.last_random)
-        for part, pending_s in self.pending.items():
+        self._let_pass(left_s, ~done & (kind <= self.last_random))
+        for part, pending_s in enumerate(self.pending, _STARTUP):
             used_s = np.minimum(pending_s, left_s)
             pending_s -= used_s
             left_s = left_s - used_s
             self.spent[part] += used_s
         saved = self._run(left_s, kind, done, speed, need_s, saves)
-        self.active &= ~done
+        if done.any():
+            self._drop(done)
+            kind, saved = kind[~done], saved[~done]
         self._interrupt(kind, saved, waits)
 
+    def _let_pass(self, left_s: Floats, random: NDArray[np.bool_]) -> None:
+        """Let time pass in what has a known time; `random`: the next event is an interruption of the schedule or drawn."""
+        made = self.made
+        if made.time_limit_s < math.inf:
+            self.limit_left_s -= left_s
+        self.found_left_s -= left_s
+        if self.changes_size:
+            self.grow_left_s -= left_s
+        if made.schedule is not None or made.spared_until_save:
+            self.exposed_s += np.maximum(0.0, left_s - self.spared_s)
+            self.spared_s = np.maximum(0.0, self.spared_s - left_s)
+            self.met += random
+
     def _next_event(self, gap: Floats, which: Floats) -> tuple[NDArray[np.int64], Floats]:
-        """Return the kind of the next event and the time until it."""
-        with np.errstate(divide="ignore"):
-            gap_s = (
-                np.broadcast_to(gap / self.rate_per_s if self.rate_per_s > 0 else np.full(gap.shape, math.inf), self.shape) / self.fraction
-            )
-        kind = np.broadcast_to(np.minimum(np.searchsorted(self.cumulative, which, side="right"), self.last_random), self.shape).copy()
+        """Return the kind of the next event and the time until it. Arguments: [trials]."""
         if self.made.schedule is not None:
             gap_s, kind = self.schedule_s[self.met] - self.exposed_s, self.schedule_kind[self.met]
-        gap_s = gap_s + self.spared_s
-        for name, at_s in zip(_AT, (self.limit_left_s, self.found_left_s, self.grow_left_s), strict=True):
-            sooner = at_s < gap_s
+        else:
+            kind = np.minimum(np.searchsorted(self.cumulative, which, side="right"), self.last_random)[self.trial]
+            gap_s = (gap / self.rate_per_s)[self.trial] / self.fraction if self.rate_per_s > 0 else np.full(len(self.trial), math.inf)
+        gap_s += self.spared_s
+        for name, at_s in zip(AT_KNOWN_TIMES, (self.limit_left_s, self.found_left_s, self.grow_left_s), strict=True):
+            [sooner] = (at_s < gap_s).nonzero()
             kind[sooner] = self.index[name]
-            gap_s = np.where(sooner, np.maximum(at_s, 0.0), gap_s)
+            gap_s[sooner] = np.maximum(at_s[sooner], 0.0)
         return kind, gap_s
 
     def _run(
         self, left_s: Floats, kind: NDArray[np.int64], done: NDArray[np.bool_], speed: Floats, need_s: Floats, saves: Floats
     ) -> NDArray[np.bool_]:
         """Account for stretches of steps and saves of `left_s` seconds; return whether a checkpoint was made in this start."""
-        made, active = self.made, self.active
-        cycle_s = self.interval_s + made.save_s
-        cycles = np.floor(left_s / cycle_s)
-        into_s = left_s - cycles * cycle_s
-        steps_s = np.where(done, need_s, np.minimum(cycles * self.interval_s + np.minimum(into_s, self.interval_s), need_s))
-        stall_s = cycles * made.save_s + np.maximum(0.0, into_s - self.interval_s)
-        stall_s = np.where(done, saves * made.save_s, np.minimum(stall_s, left_s - steps_s))
-        self.spent["checkpoint"] += stall_s
-        self.spent["teardown"] += left_s - steps_s - stall_s
-        durable = np.minimum(np.maximum(0.0, np.floor((left_s - self.write_s) / cycle_s + _EPSILON)), cycles)
-        running = active & (self.pending["restore"] + self.pending["compile"] + self.pending["startup"] <= 0)
-        wanted = running & ~done & self.of_kind["graceful"][kind]
+        made = self.made
+        cycles = np.floor(left_s / self.cycle_s)
+        into_s = left_s - cycles * self.cycle_s
+        steps_s = np.minimum(cycles * self.interval_s + np.minimum(into_s, self.interval_s), need_s)
+        stall_s = np.minimum(cycles * made.save_s + np.maximum(0.0, into_s - self.interval_s), left_s - steps_s)
+        if done.any():
+            steps_s[done] = need_s[done]
+            stall_s[done] = saves[done] * made.save_s
+        self.spent[_CHECKPOINT] += stall_s
+        self.spent[_TEARDOWN] += left_s - steps_s - stall_s
+        durable = np.minimum(np.maximum(0.0, np.floor((left_s - self.write_s) / self.cycle_s + _EPSILON)), cycles)
+        all_kept = done
         write_s = made.write_s["shared"]
-        stopped = wanted & (made.save_s + write_s <= made.grace_s)
-        for part, extra_s in (("checkpoint", made.save_s), ("teardown", write_s)):
-            self.spent[part] += np.where(stopped, extra_s, 0.0)
-        self.t_s += np.where(stopped, made.save_s + write_s, 0.0)
-        all_kept = done | stopped
-        goes_on = active & ~done & ~self.of_kind["interrupts"][kind]
+        if made.save_s + write_s <= made.grace_s:
+            stopped = self.graceful[kind] & ~done & (self._pending_s() <= 0)
+            for part, extra_s in ((_CHECKPOINT, made.save_s), (_TEARDOWN, write_s)):
+                self.spent[part] += stopped * extra_s
+            self.t_s += stopped * (made.save_s + write_s)
+            all_kept = done | stopped
         kept_s = np.where(all_kept, steps_s, np.minimum(durable * self.interval_s, steps_s))
         saved = all_kept | (durable > 0)
-        before = self.kept.copy()
-        carried = self.carry["productive"].copy()
-        self._keep(kept_s, speed, saved)
-        self._share(before + carried, durable, speed, all_kept)
-        lost = active & ~all_kept & ~goes_on
-        rest_s = np.where(active & ~all_kept, steps_s - kept_s, 0.0)
-        self.spent["lost"] += np.where(lost, rest_s + sum(self.carry.values()), 0.0)
-        for part, values in self._split(rest_s, speed).items():
-            self.carry[part] = np.where(lost, 0.0, self.carry[part] + np.where(goes_on, values, 0.0))
+        rates = np.stack([speed, self.fraction - speed, 1 - self.fraction])
+        begin = self._keep(kept_s, rates, saved)
+        self._share(begin, durable, speed, all_kept)
+        rest_s = steps_s - kept_s
+        [onset] = (~done & (kind == self.slow_kind)).nonzero()
+        lost_s = rest_s + (self.carry[_PRODUCTIVE] + self.carry[_STRAGGLER] + self.carry[_SHRUNK])
+        lost_s[all_kept] = 0.0
+        lost_s[onset] = 0.0
+        self.spent[_LOST] += lost_s
+        carried = self.carry[:, onset] + rest_s[onset] * rates[:, onset]
+        self.carry[:] = 0.0
+        self.carry[:, onset] = carried
         return saved
 
-    def _split(self, steps_s: Floats, speed: Floats) -> dict[str, Floats]:
-        """Divide the wall time of steps: what counts at full speed, and the excess for fewer nodes and for a straggler."""
-        shrunk_s = steps_s * (1 - self.fraction)
-        return {"productive": steps_s * speed, "shrunk": shrunk_s, "straggler": steps_s * (self.fraction - speed)}
+    def _keep(self, kept_s: Floats, rates: Floats, saved: NDArray[np.bool_]) -> Floats:
+        """Count steps that a checkpoint holds now, and those carried from before; return the work until this stretch.
 
-    def _keep(self, kept_s: Floats, speed: Floats, saved: NDArray[np.bool_]) -> None:
-        """Count steps that a checkpoint holds now, and those carried from before."""
-        parts = self._split(kept_s, speed)
-        for part, values in parts.items():
-            self.spent[part] += np.where(saved, values + self.carry[part], 0.0)
-        self.kept += np.where(saved, parts["productive"] + self.carry["productive"], 0.0)
-        for part in parts:
-            self.carry[part] = np.where(saved, 0.0, self.carry[part])
+        rates: [parts carried, N], what counts of a second of steps at full speed, and the excess for a straggler and for fewer nodes.
+        """
+        begin: Floats = self.kept + self.carry[_PRODUCTIVE]
+        now_s = (kept_s * rates + self.carry) * saved
+        self.spent[:_CARRIED] += now_s
+        self.kept += now_s[_PRODUCTIVE]
+        self.carry *= ~saved
+        return begin
 
     def _share(self, begin: Floats, durable: Floats, speed: Floats, all_kept: NDArray[np.bool_]) -> None:
         """Update what shared storage holds: every `saves_per_shared`-th save, and all saves of a planned stop."""
         total = self.since_shared + durable
         shared = np.floor(total / self.saves_per_shared)
-        work = begin + (shared * self.saves_per_shared - self.since_shared) * self.interval_s * speed
-        self.kept_shared = np.where(all_kept, self.kept, np.where(shared > 0, np.minimum(work, self.kept), self.kept_shared))
-        self.since_shared = np.where(all_kept, 0.0, total - shared * self.saves_per_shared)
+        saves = shared * self.saves_per_shared
+        work = np.minimum(begin + (saves - self.since_shared) * self.interval_s * speed, self.kept)
+        np.copyto(self.kept_shared, work, where=shared > 0)
+        np.copyto(self.kept_shared, self.kept, where=all_kept)
+        self.since_shared = (total - saves) * ~all_kept
+
+    def _drop(self, done: NDArray[np.bool_]) -> None:
+        """Keep the results of the trials whose work is done, and go on with the others."""
+        self._record(done)
+        for name in _CHANGING:
+            setattr(self, name, getattr(self, name)[..., ~done])
+
+    def _record(self, which: NDArray[np.bool_]) -> None:
+        for name, results in self.ended.items():
+            results[..., self.element[which]] = getattr(self, name)[..., which]
+
+    def end(self) -> NDArray[np.bool_]:
+        """Record the results of the trials whose work is never done; return which these are."""
+        self._record(np.ones(len(self.element), bool))
+        endless = np.zeros(self.size, bool)
+        endless[self.element] = True
+        return endless
 
     def _interrupt(self, kind: NDArray[np.int64], saved: NDArray[np.bool_], waits: Floats) -> None:
         """Do what follows an event: detection, replacement, queue, and the next start."""
-        made, active = self.made, self.active
-        self.counts[kind * self.size + self.elements] += active
-        onset = active & (kind == self.index["slow"])
-        found_s = made.straggler_found_s if made.stragglers_found else math.inf
-        self.found_left_s = np.where(onset & ~self.slow, found_s, self.found_left_s)
-        self.slow |= onset
-        hit = active & self.of_kind["interrupts"][kind]
-        self._spend(hit, "hang", self.of_kind["detection_s"][kind])
-        excluded = hit & (kind == self.index["straggler"])
-        self.slow &= ~excluded
-        self.found_left_s = np.where(excluded, math.inf, self.found_left_s)
-        memory_lost = hit & self.of_kind["loses_memory"][kind]
-        back = np.where(memory_lost, self.kept - self.kept_shared, 0.0)
-        self.spent["productive"] -= back
-        self.spent["lost"] += back
-        self.kept -= back
-        self.since_shared = np.where(memory_lost, 0.0, self.since_shared)
-        node_s = self._replace(hit & self.of_kind["replaces"][kind])
-        self._requeue(hit, ~self.of_kind["graceful"][kind], saved, waits, np.maximum(node_s, self.of_kind["outage_s"][kind]))
-        self._start(hit, np.where(memory_lost, made.restore_s["shared"], self.restore_s))
+        made = self.made
+        self.counts[kind * self.size + self.element] += 1
+        hit = kind != self.slow_kind
+        [onset] = (~hit).nonzero()
+        if made.stragglers_found:
+            first = onset[self.slowness[onset] == 1.0]
+            self.found_left_s[first] = made.straggler_found_s
+        self.slowness[onset] = 1 + made.straggler_excess
+        self._spend(_HANG, self.detection_s[kind])
+        [excluded] = (kind == self.straggler_kind).nonzero()
+        self.slowness[excluded] = 1.0
+        self.found_left_s[excluded] = math.inf
+        [memory_lost] = self.loses_memory[kind].nonzero()
+        back = self.kept[memory_lost] - self.kept_shared[memory_lost]
+        self.spent[_PRODUCTIVE, memory_lost] -= back
+        self.spent[_LOST, memory_lost] += back
+        self.kept[memory_lost] -= back
+        self.since_shared[memory_lost] = 0.0
+        node_s = self._replace(self.replaces[kind].nonzero()[0])
+        self._requeue(hit, hit & ~self.graceful[kind], saved, waits, np.maximum(node_s, self.outage_s[kind]))
+        self._start(hit, memory_lost)
 
-    def _spend(self, where: NDArray[np.bool_], part: str, seconds: Any) -> None:
-        value_s = np.where(where, seconds, 0.0)
-        self.spent[part] += value_s
-        self.t_s += value_s
+    def _spend(self, part: int, seconds: Floats) -> None:
+        self.spent[part] += seconds
+        self.t_s += seconds
 
-    def _wait(self, where: NDArray[np.bool_], scheduler_s: Floats) -> None:
-        """Wait for the scheduler; other jobs have the nodes, so the time is not paid."""
-        self._spend(where, "queue", scheduler_s)
-        self.unpaid_s += np.where(where, scheduler_s, 0.0)
+    def _wait(self, waits: Floats, hit: NDArray[np.bool_]) -> None:
+        """Wait for the scheduler (`waits`: [trials], over the mean); other jobs have the nodes, so the time is not paid."""
+        if self.made.queue_wait_s > 0:
+            scheduler_s = (waits * self.made.queue_wait_s)[self.trial] * hit
+            self._spend(_QUEUE, scheduler_s)
+            self.unpaid_s += scheduler_s
 
-    def _replace(self, replaced: NDArray[np.bool_]) -> Floats:
-        """Send nodes to repair, and return how long each trial waits until it has all its nodes; no time for a job that shrinks."""
-        self.away_since[self._slot(self.replaced)[replaced]] = self.t_s[replaced]
-        first = replaced & (self.replaced == self.returned)
-        self.oldest_back_s[first] = self.t_s[first] + self.made.repair_s
-        self.replaced += replaced
+    def _replace(self, lost: NDArray[np.int64]) -> Floats:
+        """Send nodes to repair, and return how long each trial waits until it has all its nodes; no time for a job that shrinks.
+
+        lost: places of the trials that lose one.
+        """
+        repair_s = self.made.repair_s
+        self.away_since[self._slot(self.replaced[lost], lost)] = self.t_s[lost]
+        first = lost[self.replaced[lost] == self.returned[lost]]
+        self.oldest_back_s[first] = self.t_s[first] + repair_s
+        self.replaced[lost] += 1
         self._return_nodes()
         missing = self._missing()
-        last = self._slot(np.maximum(self.replaced - 1 - self.spares, 0))
-        back_s = self.away_since[last] + self.made.repair_s - self.t_s
-        large = self.goes_on[np.minimum(missing, self.made.nodes)] == 0
-        return np.where((missing > 0) & (~self.shrink | large), np.maximum(back_s, 0.0), 0.0)
+        node_s = np.zeros(len(missing))
+        [short] = missing.nonzero()
+        if short.size:
+            short = short[~self.shrink[short] | (self.goes_on[np.minimum(missing[short], self.made.nodes)] == 0)]
+            last = self._slot(np.maximum(self.replaced[short] - 1 - self.spares[short], 0), short)
+            node_s[short] = np.maximum(self.away_since[last] + repair_s - self.t_s[short], 0.0)
+        return node_s
 
-    def _slot(self, number: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return where the time of a replacement is in `away_since`."""
-        slot: NDArray[np.int64] = number % self.slots * self.size + self.elements
+    def _slot(self, number: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return where the times of replacements are in `away_since`, of the trials at `places`."""
+        slot: NDArray[np.int64] = (number & self.slots - 1) * self.size + self.element[places]
         return slot
 
     def _missing(self) -> NDArray[np.int64]:
@@ -330,45 +347,62 @@ class _Trials:
         return missing
 
     def _return_nodes(self) -> None:
-        while np.any(back := self.oldest_back_s <= self.t_s + _EPSILON):
-            self.returned += back
-            away_s = np.where(self.returned < self.replaced, self.away_since[self._slot(self.returned)], math.inf)
-            self.oldest_back_s = np.where(back, away_s + self.made.repair_s, self.oldest_back_s)
+        [back] = (self.oldest_back_s <= self.t_s + _EPSILON).nonzero()
+        while back.size:
+            self.returned[back] += 1
+            away_s = self.away_since[self._slot(self.returned[back], back)] + self.made.repair_s
+            self.oldest_back_s[back] = np.where(self.returned[back] < self.replaced[back], away_s, math.inf)
+            back = back[self.oldest_back_s[back] <= self.t_s[back] + _EPSILON]
 
     def _requeue(self, hit: NDArray[np.bool_], failed: NDArray[np.bool_], saved: NDArray[np.bool_], waits: Floats, other_s: Floats) -> None:
         """Wait for the next start: the pauses and limits of launch/slurm/supervise.sh, the queue, and the missing node or service."""
         made = self.made
-        self.failures = np.where(hit & failed, np.where(saved, 1.0, self.failures + 1), np.where(hit & saved, 0.0, self.failures))
-        limit = math.inf if made.max_restarts is None else made.max_restarts
-        stopped = hit & ((failed & (self.failures >= MAX_FAILURES)) | (self.restarts >= limit))
-        pause_s = np.where(failed, requeue_pause_s(np.maximum(self.failures, 1.0), self.attempt_s), 0.0)
-        own_s = np.where(stopped, made.resubmit_s, made.requeue_s + pause_s)
-        self._spend(hit, "queue", np.maximum(own_s, other_s))
-        self._wait(hit, np.broadcast_to(waits * made.queue_wait_s, self.shape))
+        self.failures *= ~(hit & saved)
+        self.failures += failed
+        own_s = np.full(len(hit), made.requeue_s, np.float64)
+        [quick] = (failed & (self.attempt_s < QUICK_S)).nonzero()
+        own_s[quick] += requeue_pause_s(self.failures[quick], self.attempt_s[quick])
+        stopped = failed & (self.failures >= MAX_FAILURES)
+        if made.max_restarts is not None:
+            stopped |= hit & (self.restarts >= made.max_restarts)
+        own_s[stopped] = made.resubmit_s
+        self._spend(_QUEUE, np.maximum(own_s, other_s) * hit)
+        self._wait(waits, hit)
+        self.restarts += hit
         self.stops += stopped
-        self.restarts = np.where(stopped, 0.0, self.restarts + hit)
-        self.failures = np.where(stopped, 0.0, self.failures)
+        self.restarts[stopped] = 0.0
+        self.failures[stopped] = 0.0
 
-    def _start(self, hit: NDArray[np.bool_], restore_s: Floats) -> None:
-        """Begin the next start of the trials that were interrupted."""
+    def _start(self, hit: NDArray[np.bool_], memory_lost: NDArray[np.int64]) -> None:
+        """Begin the next start of the trials that were interrupted. memory_lost: places of those that read from shared storage."""
         made = self.made
         self._return_nodes()
-        missing = np.minimum(np.where(self.shrink, self._missing(), 0), made.nodes)
-        self.fraction = np.where(hit, np.maximum(self.goes_on[missing], min(made.shrunk_sizes)) / made.nodes, self.fraction)
-        for part, seconds in (("startup", made.startup_s), ("compile", made.compile_s), ("restore", restore_s)):
-            self.pending[part] = np.where(hit, seconds, self.pending[part])
-        self.spared_s = np.where(hit, self._until_save(), self.spared_s)
-        self.limit_left_s = np.where(hit, made.time_limit_s, self.limit_left_s)
-        self.attempt_s = np.where(hit, 0.0, self.attempt_s)
-        # the job grows as soon as enough nodes are back for a larger size
-        last = self._slot(np.maximum(self.replaced - self.spares - self.grows_at[missing] - 1, 0))
-        back_s = self.away_since[last] + made.repair_s - self.t_s
-        self.grow_left_s = np.where(hit, np.where(self.fraction < 1, np.maximum(back_s, 0.0), math.inf), self.grow_left_s)
+        restore_s = self.restore_s.copy()
+        restore_s[memory_lost] = made.restore_s["shared"]
+        np.copyto(self.pending[0], made.startup_s, where=hit)
+        np.copyto(self.pending[1], made.compile_s, where=hit)
+        np.copyto(self.pending[2], restore_s, where=hit)
+        if made.spared_until_save:
+            np.copyto(self.spared_s, self._until_save(), where=hit)
+        np.copyto(self.limit_left_s, made.time_limit_s, where=hit)
+        self.attempt_s *= ~hit
+        if self.changes_size:
+            self._resize(hit)
+
+    def _resize(self, hit: NDArray[np.bool_]) -> None:
+        """Set the size of the next start; the job grows as soon as enough nodes are back for a larger one."""
+        made = self.made
+        missing = np.minimum(self._missing() * self.shrink, made.nodes)
+        np.copyto(self.fraction, np.maximum(self.goes_on[missing], self.least_nodes) / made.nodes, where=hit)
+        np.copyto(self.grow_left_s, math.inf, where=hit)
+        [fewer] = (hit & (self.fraction < 1)).nonzero()
+        last = self._slot(np.maximum(self.replaced - self.spares - self.grows_at[missing] - 1, 0)[fewer], fewer)
+        self.grow_left_s[fewer] = np.maximum(self.away_since[last] + made.repair_s - self.t_s[fewer], 0.0)
 
 
 def expected_events(made: Campaign) -> float:
     """Return the expected number of events in the time of the steps alone."""
-    return made.work_s * (sum(kind.per_s for kind in _kinds(made)) + 1 / made.time_limit_s)
+    return made.work_s * (sum(kind.per_s for kind in kinds(made)) + 1 / made.time_limit_s)
 
 
 def simulate(made: Campaign, choices: Sequence[Choice], *, trials: int, seed: int) -> list[Outcome]:
@@ -376,27 +410,26 @@ def simulate(made: Campaign, choices: Sequence[Choice], *, trials: int, seed: in
     state = _Trials(made, choices, trials, seed)
     most = int(MOST_EVENTS_FACTOR * expected_events(made)) + MOST_EVENTS
     for _ in range(most):
-        if not state.active.any():
+        if not state.element.size:
             break
         state.advance()
-    return [_outcome(made, choice, state, row) for row, choice in enumerate(choices)]
+    endless = state.end()
+    return [_outcome(made, choice, state, endless, slice(row * trials, (row + 1) * trials)) for row, choice in enumerate(choices)]
 
 
-def _outcome(made: Campaign, choice: Choice, state: _Trials, row: int) -> Outcome:
-    spent = {part: values[row].copy() for part, values in state.spent.items()}
-    endless = state.active[row]
-    spent["lost"] += np.where(endless, sum(values[row] for values in state.carry.values()), 0.0)
-    wall_s = state.t_s[row]
-    paid_nodes = made.nodes + choice.spares
-    device_s = paid_nodes * made.devices_per_node * (wall_s - state.unpaid_s[row])
-    counts = state.counts.reshape(len(state.kinds), *state.shape)
-    events = {kind.name: counts[i, row] for i, kind in enumerate(state.kinds) if kind.interrupts}
+def _outcome(made: Campaign, choice: Choice, state: _Trials, endless: NDArray[np.bool_], own: slice) -> Outcome:
+    results = {name: values[..., own] for name, values in state.ended.items()}
+    spent = {part: results["spent"][row].copy() for row, part in enumerate(_PART)}
+    spent["lost"] += np.where(endless[own], results["carry"].sum(0), 0.0)
+    wall_s = results["t_s"]
+    device_s = (made.nodes + choice.spares) * made.devices_per_node * (wall_s - results["unpaid_s"])
+    counts = state.counts.reshape(len(state.kinds), state.size)[:, own]
     return Outcome(
         choice=choice,
-        seconds=spent,
-        wall_s=np.where(endless, math.inf, wall_s),
-        device_s=np.where(endless, math.inf, device_s),
-        events=events,
-        stops=state.stops[row],
+        seconds={part: spent[part] for part in PARTS},
+        wall_s=np.where(endless[own], math.inf, wall_s),
+        device_s=np.where(endless[own], math.inf, device_s),
+        events={kind.name: counts[i] for i, kind in enumerate(state.kinds) if kind.interrupts},
+        stops=results["stops"],
         ended_s=wall_s.copy(),
     )

@@ -29,13 +29,14 @@ FILES = (
 )
 """Files that are moved outside, with a link in their place."""
 DIRECTORIES = (
-    *("lease", "lease/00000001", "tokenizer", "slurm", "checkpoints/step_00000004", "checkpoints/step_00000008"),
+    *("lease", "lease/00000001", "tokenizer", "slurm", "slurm/1", "checkpoints/step_00000004", "checkpoints/step_00000008"),
     *("checkpoints/step_00000008/state", "checkpoints/step_00000004/state", CAPTURE),
+    *("tensorboard/plugins", "tensorboard/plugins/profile", "tensorboard/steps"),
 )
 ABSENT = (
     *("run.json.tmp", "config.yaml.tmp", "config.1.yaml", "config.1.yaml.tmp", "compile.json.tmp", "plan.json.tmp", "stacks.0.txt"),
     *("lease/.scratch", ".profile.0", "profile", ".tokenizer.new", ".tokenizer.old", ".tokenizer.merged"),
-    *("skipped_batches.json.tmp", "ledger.json.tmp", "reference.npz.tmp", "git.1.diff", "git.1.diff.tmp"),
+    *("tensorboard/steps", "skipped_batches.json.tmp", "ledger.json.tmp", "reference.npz.tmp", "git.1.diff", "git.1.diff.tmp"),
     *(f"{CAPTURE}/analysis.json.tmp", f"{CAPTURE}/breakdown.png.tmp"),
     *("checkpoints/ridge-checkpoints.json.tmp", "checkpoints/step_00000008/integrity.json.tmp", "checkpoints/step_00000010"),
     *("checkpoints/step_00000008/commit_success.txt.tmp", "checkpoints/step_00000008.bad-replaced", "checkpoints/step_00000004.deleting"),

@@ -30,11 +30,39 @@ def test_no_command_writes_through_a_link(root: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "moved", ["checkpoints/step_00000008", "checkpoints/step_00000004", "checkpoints/step_00000008/state", "lease", CAPTURE]
+    "moved",
+    [
+        *(
+            "checkpoints/step_00000008",
+            "checkpoints/step_00000004",
+            "checkpoints/step_00000008/state",
+            "lease",
+            "slurm",
+            "slurm/1",
+            CAPTURE,
+        ),
+        *("tensorboard/plugins", "tensorboard/plugins/profile"),
+    ],
 )
 def test_every_command_leaves_what_a_directory_was_replaced_by(root: Path, moved: str) -> None:
     for command in damaged_links.commands(root):
         assert damaged_links.problem(root, Case((moved,), (), "damaged with a copy", command)) is None, command
+
+
+@pytest.mark.parametrize("moved", ["tensorboard/plugins", "tensorboard/plugins/profile"])
+def test_a_training_moves_no_capture_elsewhere(root: Path, moved: str) -> None:
+    assert damaged_links.problem(root, Case((moved,), (("tensorboard/steps", "directory"),), "good", damaged_links.train(root))) is None
+
+
+@pytest.mark.parametrize("place", ["checkpoints", "tensorboard"])
+def test_checkpoints_and_tensorboard_may_be_links_of_the_user(root: Path, place: str) -> None:
+    """To a larger file system: a run goes on there."""
+    damaged_links.make(root, Case((place,), (), "good", ()))
+    code, errors, raised = damaged_links.trained(list(damaged_links.train(root)))
+    assert (code, raised) == (0, None), errors
+    assert (root / "linked" / place).is_symlink()
+    assert {path.name for path in (root / "victim" / f"0-{place}").iterdir()} - {path.name for path in (root / "run" / place).iterdir()}
+    assert (root / "linked/checkpoints/step_00000010/integrity.json").is_file()
 
 
 def test_a_training_takes_no_lease_elsewhere(root: Path) -> None:

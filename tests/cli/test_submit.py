@@ -144,6 +144,41 @@ def test_what_is_submitted_is_written_beside_the_script(fake_sbatch: Path, capsy
     assert [record.submission for record in places.read_jobs(fake_sbatch / "runs/tiny")] == [1, 2]
 
 
+@pytest.mark.parametrize("moved", ["runs/tiny/slurm", "runs/s/slurm", "runs/s/000", "runs/s/000/slurm"])
+def test_nothing_is_submitted_through_a_link(fake_sbatch: Path, moved: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (fake_sbatch / "elsewhere").mkdir()
+    place = fake_sbatch / moved
+    place.parent.mkdir(parents=True)
+    place.symlink_to(fake_sbatch / "elsewhere")
+    Path("sweep.yaml").write_text("name: s\nconfig: tiny.yaml\ngrid: {trainer.steps: [1, 2]}\n")
+    sweep = ["sweep", "sweep.yaml", "--cluster", "local", "--nodes", "1"]
+    assert cli.run(SUBMIT if "tiny" in moved else sweep) == 2
+    assert f"{place} is a symbolic link" in capsys.readouterr().err
+    assert not list((fake_sbatch / "elsewhere").iterdir())
+    assert not (fake_sbatch / "sbatch.args").exists()
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_the_job_script_writes_nothing_through_a_link(tmp_path: Path, exists: bool) -> None:
+    """Its record of the environment and of the attempt, by the script's own lines."""
+    run, victim = tmp_path / "run", tmp_path / "victim"
+    (run / "slurm/1").mkdir(parents=True)
+    if exists:
+        victim.write_text("mine")
+    for name in ("slurm/1/environment-17-0.txt", "attempts.jsonl", "nodes.jsonl"):
+        (run / name).symlink_to(victim)
+    cluster = load_cluster("local").config
+    config = load("tiny.yaml", [f"run_dir={run}", "elastic.min_nodes=1"]).config
+    script = job_script(training_job(placed(config, cluster), cluster, job_shape(cluster, 2, None), by(tmp_path)))
+    parts = [
+        script[script.index("# Record of the environment") : script.index("# Run the stages")],
+        script[script.index("CHECKPOINT=$(find") : script.index("# scontrol fails")],
+    ]
+    variables = f"RUN={run}; JOB={run}/slurm/1; PYTHON=true; SLURM_JOB_ID=17; SLURM_JOB_NODELIST=n; BEGIN=1; END=2; CODE=0"
+    subprocess.run(["bash", "-c", "\n".join([variables, *parts])], check=False, capture_output=True)
+    assert (victim.read_text() == "mine") if exists else not victim.exists()
+
+
 def test_variables_that_override_a_script_are_hidden_from_sbatch_and_written_into_the_script(
     fake_sbatch: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

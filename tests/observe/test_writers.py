@@ -4,12 +4,14 @@ import json
 import logging
 import math
 import resource
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboardX import event_file_writer
 
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.schema import LoggingConfig
@@ -108,6 +110,24 @@ def test_only_process_0_writes(tmp_path):
     writer.write(1, {"train/loss": 1.0})
     writer.close()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["file", "nothing"])
+def test_an_event_file_is_not_written_through_a_link_of_its_name(tmp_path, monkeypatch, kind):
+    """The name is made of the second, the machine, the restart and the number of the file: all of them are taken."""
+    monkeypatch.setattr(event_file_writer.time, "time", lambda: 1_700_000_000.5)
+    victim = tmp_path / "victim"
+    if kind == "file":
+        victim.write_text("mine")
+    (tmp_path / "tensorboard").mkdir()
+    for number in range(2):
+        (tmp_path / f"tensorboard/events.out.tfevents.1700000000.{socket.gethostname()}.0003.{number:03d}").symlink_to(victim)
+    writer = TensorBoardWriter(tmp_path / "tensorboard", restart=3)
+    writer.write(1, {"train/loss": 1.0})
+    writer.close()
+    assert (victim.read_text() == "mine") if kind == "file" else not victim.exists()
+    [own] = [path for path in (tmp_path / "tensorboard").iterdir() if not path.is_symlink()]
+    assert own.stat().st_size > 0
 
 
 def test_tensorboard_can_be_off(tmp_path):

@@ -13,11 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ridgeline.configs.schema import CheckpointConfig
+from ridgeline.planner.campaign.kinds import goes_on
 from ridgeline.planner.campaign.model import CAUSES, Choice
 from ridgeline.planner.campaign.search import best, in_repair, intervals
 from ridgeline.planner.campaign.trials import daly_wall_s, simulate
 from ridgeline.planner.failure_catalog import classes_of, measured_classes
-from ridgeline.planner.policy import PAUSE_S, QUICK_S, STRAGGLER_SHARE, configured_interval_s, requeue_pause_s, young_interval_s
+from ridgeline.planner.policy import (
+    PAUSE_S,
+    QUICK_S,
+    STRAGGLER_SHARE,
+    configured_interval_s,
+    elastic_size,
+    requeue_pause_s,
+    young_interval_s,
+)
 from ridgeline.rundir.goodput import CATEGORIES
 from ridgeline.trainer.agreement import Agreement
 from ridgeline.trainer.checkpoint.retention import Cadence
@@ -110,6 +119,56 @@ def test_interruptions_of_a_schedule_come_at_its_times(gaps_s, interval_s, spare
     assert met <= len(schedule)
     assert met == 0 or times_s[met - 1] <= ran_s + 1e-6
     assert met == len(schedule) or times_s[met] >= ran_s - exempt_s - starts * 6 - 1e-6
+
+
+@given(st.integers(1, 40).flatmap(lambda n: st.tuples(st.just(n), st.lists(st.integers(1, n), min_size=1, unique=True))))
+@settings(max_examples=60, deadline=None)
+def test_the_job_goes_on_with_as_many_nodes_as_the_trainer_takes(made):
+    nodes, sizes = made
+    found = goes_on(sizes, nodes)
+    assert list(found) == [elastic_size(sizes, nodes - missing) for missing in range(nodes + 1)]
+
+
+@given(st.integers(0, 1000))
+@settings(max_examples=25, deadline=None)
+def test_a_choice_has_the_same_trials_alone_and_beside_others_that_end_earlier_or_later(seed):
+    """Also with fewer nodes than the job, stragglers, limits and memory copies; to the bit."""
+    source = np.random.default_rng(seed)
+    made = campaign(
+        failures(6 * HOUR, "replace", name="node"),
+        failures(9 * HOUR, "restart", "watchdog"),
+        failures(30 * HOUR, "wait", name="service"),
+        failures(40 * HOUR, "planned", name="update"),
+        work_s=60 * HOUR,
+        nodes=8,
+        repair_s=12 * HOUR,
+        outage_s=2 * HOUR,
+        startup_s=200.0,
+        compile_s=100.0,
+        straggler_per_s=1 / (20 * HOUR),
+        straggler_excess=0.1,
+        straggler_found_s=4 * HOUR,
+        time_limit_s=20 * HOUR,
+        queue_wait_s=300.0,
+        max_restarts=5,
+        resubmit_s=1800.0,
+        sizes=(5, 6, 8),
+    )
+    choices = [
+        Choice(float(source.uniform(400, 2 * HOUR)), int(source.integers(0, 3)), tier, elastic)
+        for tier in ("shared", "local")
+        for elastic in ("wait", "shrink")
+    ]
+    together = simulate(made, choices, trials=6, seed=seed)
+    for choice, found in zip(choices, together, strict=True):
+        [alone] = simulate(made, [choice], trials=6, seed=seed)
+        for part, values in alone.seconds.items():
+            assert np.array_equal(values, found.seconds[part]), part
+        for kind, counts in alone.events.items():
+            assert np.array_equal(counts, found.events[kind]), kind
+        assert np.array_equal(alone.wall_s, found.wall_s) and np.array_equal(alone.device_s, found.device_s)
+        assert np.array_equal(alone.stops, found.stops) and np.array_equal(alone.ended_s, found.ended_s)
+    assert len({float(found.wall_s.max()) for found in together}) == len(choices)
 
 
 def test_more_failures_cost_more_time():

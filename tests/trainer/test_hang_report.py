@@ -46,7 +46,7 @@ def test_the_process_that_differs_is_named(fault: str, seed: int) -> None:
     text = report_text(positions, names, HLO, {"data": 2})
     first, collective = text.splitlines()[:2]
     assert first.startswith(f"suspect: {names[guilty[0]]}")
-    assert collective.startswith("the first collective of a step is all-reduce reduced over data; ")
+    assert collective.startswith("the first collective of a step is all-reduce reduced over data, 16 B; ")
     assert text.count(WAITING[-1]) == (2 if fault == "behind" else 1)  # equal stacks once
     if fault == "loading":
         assert LOADING[-1] in text
@@ -106,6 +106,62 @@ def test_a_slow_write_is_not_named_before_a_process_that_is_behind() -> None:
     late = position(4, WAITING).model_copy(update={"begun": 5})
     assert suspects({0: writes, 1: late, 2: writes})[0] == [1]
     assert suspects({0: writes, 1: position(4, LOADING).model_copy(update={"begun": 6})})[0] == [1]
+
+
+TWO = HLO.replace(
+    "ROOT %reduced",
+    "%gathered = f32[8]{0} all-gather(%x), channel_id=2, replica_groups={{0,1}}, dimensions={0}\n  ROOT %reduced",
+)
+
+
+@pytest.mark.parametrize("late", [True, False])
+@pytest.mark.parametrize(
+    ("read", "said"),
+    [
+        ("all-reduce reduced", "all-reduce reduced over data, 16 B (number 2 of 2 of the step)"),
+        ("all-gather gathered", "all-gather gathered over data, 32 B (number 1 of 2 of the step)"),
+        ("all-gather", "all-gather gathered over data, 32 B (number 1 of 2 of the step)"),
+        ("all-reduce of.evaluation", "all-reduce of.evaluation, which is not of the step"),
+    ],
+)
+def test_the_collective_that_stacks_tell_is_described_with_those_that_are_not_in_it(read: str, said: str, late: bool) -> None:
+    waits = position(4, WAITING).model_copy(update={"begun": 6, "collective": read})
+    other = position(4, WAITING).model_copy(update={"begun": 5 if late else 6})
+    names = {process: f"process {process}" for process in range(4)}
+    first, second, *_ = report_text({0: waits, 1: other, 2: waits, 3: None if late else waits}, names, TWO, {"data": 2}).splitlines()
+    if late:
+        assert first.startswith("suspect: process 3, which does not answer")
+        assert second == f"process 0, process 2 wait in {said}; not reached by process 1, which has not begun step 6; unknown of process 3"
+    else:
+        assert first == "suspect: process 1, which is in no collective, unlike the others"
+        assert second == f"process 0, process 2, process 3 wait in {said}; process 1 is not in it"
+
+
+def test_processes_in_different_collectives_have_a_line_each_and_none_is_suspect() -> None:
+    both = {
+        process: position(4, WAITING).model_copy(update={"begun": 6, "collective": name})
+        for process, name in enumerate(("all-gather gathered", "all-reduce reduced"))
+    }
+    first, *lines = report_text(both, {0: "a", 1: "b"}, TWO, {"data": 2}).splitlines()[:3]
+    assert first.startswith("suspect: none")
+    assert lines == [
+        "a waits in all-gather gathered over data, 32 B (number 1 of 2 of the step); b is not in it",
+        "b waits in all-reduce reduced over data, 16 B (number 2 of 2 of the step); a is not in it",
+    ]
+
+
+def test_candidates_are_named_where_only_the_kind_is_known() -> None:
+    several = HLO.replace(
+        "ROOT %reduced",
+        "".join(
+            f"%other.{n} = f32[4]{{0}} all-reduce(%x), channel_id={n}, replica_groups={{{{0,1}}}}, to_apply=%add\n  " for n in range(2, 8)
+        )
+        + "ROOT %reduced",
+    )
+    waits = position(4, WAITING).model_copy(update={"begun": 6, "collective": "all-reduce"})
+    second = report_text({0: waits, 1: waits}, {0: "a", 1: "b"}, several, {"data": 2}).splitlines()[1]
+    named = "; ".join(f"all-reduce other.{n} over data, 16 B" for n in range(2, 6))
+    assert second == f"a, b wait in all-reduce, one of 7 of the step: {named} and 3 more"
 
 
 def test_nobody_is_named_where_all_do_the_same() -> None:

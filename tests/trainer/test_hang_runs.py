@@ -297,6 +297,12 @@ def test_a_process_that_does_not_enter_a_collective_is_named(how: str, start: Ca
     first, second, *rest = run.report()
     why = "does not wait for the others" if frozen is None else "does not answer: .*holds Python's lock.*"
     assert re.match(rf"suspect: process {rank} on \S+, which {why}$", first)
-    reached = rf"; in step {step + 1} not reached by process {rank} on \S+" if frozen is None else ""
-    assert re.match(rf"the first collective of a step is .*; process {1 - rank} on \S+ waits there or in a later one{reached}$", second)
+    reached = (
+        rf"not reached by process {rank} on \S+, which has not begun step {step + 1}"
+        if frozen is None
+        else rf"unknown of process {rank} on \S+"
+    )
+    # read from the stacks of the process that waits; the number is that of the compiled step, where this is the first one
+    where = r"(\S+) (\S+) over \w+, [\d.]+ \w+, \S+:\d+ \(number 1 of \d+ of the step\)"
+    assert re.match(rf"process {1 - rank} on \S+ waits in {where}; {reached}$", second), second
     assert frozen is not None or any("away" in line for line in rest)

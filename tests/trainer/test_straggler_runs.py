@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -29,7 +30,7 @@ logging: {{tensorboard: false}}
 """
 
 
-@pytest.mark.parametrize("share", [0.0, float(np.random.default_rng(16).uniform(0.10, 0.16))])
+@pytest.mark.parametrize("share", [0.0, 0.10, *np.random.default_rng(16).uniform(0.10, 0.16, 2).tolist()])
 def test_a_slowed_process_is_named_within_20_steps(tmp_path: Path, share: float) -> None:
     (tmp_path / "text.txt").write_text("".join(f"def f{n}(x):\n    return x * {n * n}\n" for n in range(3000)))
     prepare(PrepareSettings((tmp_path / "text.txt",), tmp_path / "tokens", "bytes"), workers=1)
@@ -38,7 +39,7 @@ def test_a_slowed_process_is_named_within_20_steps(tmp_path: Path, share: float)
     script = str(Path(__file__).with_name("straggler_run.py"))
     processes = [
         subprocess.Popen(
-            [sys.executable, script, str(share * index), str(START), *words, "--process", str(index)],
+            [sys.executable, script, str(share * index), str(START), str(tmp_path / f"own.{index}"), *words, "--process", str(index)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -53,5 +54,7 @@ def test_a_slowed_process_is_named_within_20_steps(tmp_path: Path, share: float)
     if not share:
         assert named == [], "\n".join(output)
         return
+    added = [added_s / (own_s - added_s) for step, own_s, added_s in json.loads((tmp_path / "own.1").read_text()) if step >= START]
+    assert np.median(added) == pytest.approx(share, abs=0.005)  # what is injected is the share of the whole step
     assert [fields["rank"] for fields in named] == ["process 1"], "\n".join(output)
     assert START < named[0]["step"] <= START + 20

@@ -30,13 +30,14 @@ export PYTHONSAFEPATH=1                         # do not import from the working
 set +e -uo pipefail
 
 # Record of the environment: only variables that a run may depend on, because a secret may have any name.
-{
+ENVIRONMENT="$JOB/environment-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}.txt"
+[ -L "$ENVIRONMENT" ] || {
   echo "job $SLURM_JOB_ID restart ${SLURM_RESTART_COUNT:-0} on $SLURM_JOB_NODELIST at $(date --iso-8601=seconds)"
   ulimit -a
   type module >/dev/null 2>&1 && module list 2>&1
   env -0 | grep -zE '^((CUDA|GLOO|HIP|JAX|LIBTPU|MKL|NCCL|NVIDIA|OMP|OPENBLAS|PMI|PMIX|RAYON|RIDGE|ROCM|ROCR|SLURM|TF|UCX|XLA)_[A-Za-z0-9_]*|HOSTNAME|LANG|LC_ALL|LD_LIBRARY_PATH|LD_PRELOAD|LOADEDMODULES|NPROC|PATH|PWD|PYTHONPATH|PYTHONSAFEPATH|SHELL|TMPDIR|TZ|USER|VIRTUAL_ENV)=' \
     | grep -zviE '^[^=]*(AUTH|COOKIE|CREDENTIAL|JWT|KEY|PASS|SECRET|TOKEN)' | sort -z | tr '\n\0' ' \n'
-} > "$JOB/environment-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}.txt"
+} > "$ENVIRONMENT"
 
 # Preflight: check the nodes, within 10 minutes.
 preflight() {
@@ -83,7 +84,7 @@ while [ -n "$SIGNALED" ]; do SIGNALED=""; wait "$STAGES"; CODE=$?; done  # a sig
 trap : TERM
 END=$(date +%s)
 CHECKPOINT=$(find "$RUN/checkpoints" -maxdepth 1 -name 'step_????????' 2>/dev/null | sort | tail -n 1)
-printf '{"job": %d, "restart": %d, "begin": %d, "end": %d, "exit_code": %d, "checkpoint": "%s"}\n' \
+[ -L "$RUN/attempts.jsonl" ] || printf '{"job": %d, "restart": %d, "begin": %d, "end": %d, "exit_code": %d, "checkpoint": "%s"}\n' \
     "$SLURM_JOB_ID" "${SLURM_RESTART_COUNT:-0}" "$BEGIN" "$END" "$CODE" "${CHECKPOINT##*/}" >> "$RUN/attempts.jsonl"
 # scontrol fails while the controller restarts
 retry() { for _ in 1 2 3 4; do "$@" && return; sleep 15; done; return 1; }
