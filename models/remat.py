@@ -42,8 +42,12 @@ class Remat:
         """Whether the backward pass runs the block again, except for what the policy saves."""
         return POLICIES[self.policy].recomputes_block
 
-    def wrap_block(self, block: Callable[..., Any]) -> Callable[..., Any]:
-        """Apply the policy to the function of one block."""
+    def wrap_block(self, block: Callable[..., Any], *, in_order: bool = False) -> Callable[..., Any]:
+        """Apply the policy to the function of one block.
+
+        in_order: recomputation begins when the gradient of the block's result is there. The function's first argument is the input of the
+        block, the second is not waited with: parameters, which are gathered before.
+        """
         policies = jax.checkpoint_policies
         if not self.recomputes_blocks:
             return block
@@ -59,7 +63,7 @@ class Remat:
             saved = policies.save_and_offload_only_these_names(
                 names_which_can_be_saved=[], names_which_can_be_offloaded=list(self.names), offload_src="device", offload_dst="pinned_host"
             )
-        return jax.checkpoint(block, policy=saved, prevent_cse=not self.in_scan)
+        return jax.checkpoint(block, policy=saved, prevent_cse=(True, False) if in_order else not self.in_scan)
 
     def wrap_matmuls(self, matmuls: Callable[..., Any]) -> Callable[..., Any]:
         """Do not save matmul inputs that are elementwise functions of saved values: the backward pass recomputes them.

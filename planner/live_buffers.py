@@ -242,7 +242,8 @@ class LiveBuffers:
 
     def next_layer_weights(self) -> int:
         """Return the bytes of the weights of the next turn's layers, which overlap gathers early; of one layer without pipelined turns."""
-        return (self.turn.layers if self.turn.pipelined else 1) * self.gathered_layer()
+        several = self.local.model.layer_period if self.turn.in_order else self.turn.layers
+        return (several if self.turn.pipelined else 1) * self.gathered_layer()
 
     @property
     def outside(self) -> Outside:
