@@ -29,7 +29,7 @@ from ridgeline.models.moe.experts import Experts
 from ridgeline.models.moe.grouped_matmul import Ragged, choose_kernel
 from ridgeline.models.remat import Remat
 from ridgeline.planner.experts import exchange_method
-from ridgeline.planner.recompute import recomputed, recomputed_with, waits_for_gradient
+from ridgeline.planner.recompute import in_order, recomputed, recomputed_with, waits_for_gradient
 from ridgeline.sharding.partition import Partitioner
 
 Result = TypeVar("Result")
@@ -49,6 +49,8 @@ class Execution:
     scan_unroll: int
     experts: Experts | None = None
     """The routed experts of a layer; None: the model has none."""
+    in_order: bool = False
+    """The backward passes of the layers of a turn follow each other (models/backward_order.py)."""
 
     def after_norm(self, norm: Callable[[Any], Any], matmuls: Callable[[Any], Result], x_BTD: Any) -> Result:
         """Return matmuls(norm(x)), where x is the residual stream, or arrays [B, T, ...] with its sharding.
@@ -142,8 +144,9 @@ def parallelize(
     # 7. In the loop over layers, what is recomputed waits for gradients where XLA would compute attention twice.
     again = recomputed(model, compute.remat) if lora is None else recomputed_with(model, compute.remat, lora)
     gathers_tokens = exchange_method(model.moe, compute.experts, partitioner.mesh.shape) == "gather"
-    if in_scan and again.attention_update and (matmul.gathers_input or gathers_tokens):
+    ordered = in_order(model, compute, frozen=frozen)  # whole blocks wait, in any case
+    if in_scan and not ordered and again.attention_update and (matmul.gathers_input or gathers_tokens):
         remat = replace(remat, waits=waits_for_gradient(compute.remat))
 
     # 8. Scan over layers: one compiled block, applied num_layers times.
-    return Execution(partitioner, matmul, remat, attention, compute.scan_layers, compute.scan_unroll, experts)
+    return Execution(partitioner, matmul, remat, attention, compute.scan_layers, compute.scan_unroll, experts, ordered)

@@ -21,7 +21,7 @@ from ridgeline.planner.hardware import Hardware, matmul_dtype
 from ridgeline.planner.local import ITEMSIZE, LocalSizes, muon_layers
 from ridgeline.planner.optimizer_state import optimizer_plugin
 from ridgeline.planner.parameters import DOWN, attention_weights, layer_norms, matmul_weights
-from ridgeline.planner.recompute import Recomputed, gathers_mlp_input, recomputed_by, waits_for_gradient
+from ridgeline.planner.recompute import Recomputed, gathers_mlp_input, recomputed_by, waiting
 from ridgeline.planner.software import DEFAULT_SOFTWARE, Software
 from ridgeline.planner.work import Work
 
@@ -198,7 +198,7 @@ class Kernels:
         return again.attention or (named and backend not in TAGS_STATISTICS)
 
     def attention_twice(self, again: Recomputed) -> float:
-        """Return the share of layers whose attention is recomputed twice, where the backward pass does not wait (`waits_for_gradient`).
+        """Return the share of layers whose attention is recomputed twice, where the backward pass does not wait (recompute.py: `waiting`).
 
         XLA moves the gather that follows attention's update (of the MLP's input over tensor, of tokens over expert) to the iteration
         before, together with a copy of all computation before it; the gradients of attention recompute it in their own. Only the layers of
@@ -207,7 +207,7 @@ class Kernels:
         local, model, compute = self.local, self.local.model, self.local.config.compute
         gathered = gathers_mlp_input(self.local.config, local.tensor, local.expert)
         in_loop = compute.scan_layers and local.pipeline == 1 and self.device.tensor_cores and self.software.name == DEFAULT_SOFTWARE
-        if not (again.attention_update and gathered and in_loop and waits_for_gradient(compute.remat) == "nothing"):
+        if not (again.attention_update and gathered and in_loop and waiting(local.config, local.tensor, local.expert) == "nothing"):
             return 0.0
         looped = model.num_layers - local.first_dense[0]
         return max(0, looped - model.layer_period) / model.num_layers

@@ -95,8 +95,8 @@ class LiveBuffers:
 
     @property
     def waits(self) -> bool:
-        """Whether a layer is recomputed, in part, only when its gradient is there."""
-        return waiting(self.local.config, self.local.tensor, self.local.expert) != "nothing"
+        """Whether a layer is recomputed, in part, only when its gradient is there. Of turns in order `Turn` has the rules."""
+        return not self.turn.in_order and waiting(self.local.config, self.local.tensor, self.local.expert) != "nothing"
 
     @property
     def reduces_in_turn(self) -> bool:
@@ -250,7 +250,8 @@ class LiveBuffers:
 
     def next_layer_weights(self) -> int:
         """Return the bytes of the weights of the next turn's layers, which overlap gathers early; of one layer without pipelined turns."""
-        return (self.turn.layers if self.turn.pipelined else 1) * self.gathered_layer()
+        several = self.local.model.layer_period if self.turn.in_order else self.turn.layers
+        return (several if self.turn.pipelined else 1) * self.gathered_layer()
 
     @property
     def outside(self) -> Outside:

@@ -104,13 +104,14 @@ class StepMemory(LiveBuffers):
             if policy == "offload" or (policy == "full" and local.fsdp == 1) or trains_experts:
                 zeroed = 0  # they are zeroed after the loss
         # XLA recomputes the attention of the last layer early: a norm, queries and keys with and without rotation, values and the result
-        early = local.stream_bytes + 3 * local.query_bytes + 3 * local.key_bytes if self.overlap and policy == "full" else 0
+        recomputes_early = self.overlap and policy == "full" and not self.turn.in_order
+        early = local.stream_bytes + 3 * local.query_bytes + 3 * local.key_bytes if recomputes_early else 0
         if self.turn.in_loss and policy == "full":  # of all layers of the last turn, and gate and up of the last layer
             early = self.turn.layers * early + (2 if local.model.gated_mlp else 1) * local.hidden_bytes
-        elif policy == "full" and self.combined and recomputed(local.model, local.config.compute.remat).mlp_update:
+        elif recomputes_early and self.combined and recomputed(local.model, local.config.compute.remat).mlp_update:
             early += (2 if local.model.gated_mlp else 1) * local.hidden_bytes
-        if self.turn.layers > 1:  # the last turn is not in the loop: what it keeps is not yet in the stacks
-            early += self.turn.layers * self.saved.bytes // local.model.num_layers
+        early += self.turn.not_stacked(self.saved.bytes)
+        if self.turn.layers > 1 or self.turn.in_order:
             early += self.turn.of_offload_in_loss(one_chunk) if policy == "offload" else 0
         # Of frozen layers XLA gathers two turns early: no gradients wait for their reduction meanwhile.
         layers = 2 * self.turn.layers if local.adapted else self.turn.in_loss * self.turn.layers + 1
@@ -159,6 +160,8 @@ class StepMemory(LiveBuffers):
         relaid = relaid_bytes(local, self.backend, self.overlap, self.combined)
         again = recomputed(local.model, local.config.compute.remat)
         narrow, dots = eight_bits.applies(local), local.config.compute.remat.policy == "dots"
+        if self.turn.in_order:
+            return self._start_in_order(0 if dots else relaid)
         short = again.mlp_update or self.waits if narrow else dots
         if relaid and narrow and not short:
             relaid += eight_bits.while_copied(local, again)
@@ -173,21 +176,44 @@ class StepMemory(LiveBuffers):
         text = "after the MLP in the backward pass of one layer; one saved value of all layers in another layout"
         return layer | {"working_activations": max(layer["working_activations"], Component(after, text), key=lambda part: part.bytes)}
 
+    def _start_in_order(self, relaid: int) -> Components:
+        """Return what is live in the first layers of the backward pass of ordered turns, which are not in the loop.
+
+        What the last turn kept is not in the stacks yet. Where inputs of matmuls are computed from the block's, the second layer needs
+        most, in which what two layers kept is freed; with layers left over, these are the two. In the turn before the last one, what all
+        of these kept is freed, and one more layer's weight gradients are pending.
+        """
+        layers = self.local.model.num_layers
+        kept = self.saved.bytes // layers
+        second_layer = self.local.config.compute.remat.policy in FROM_BLOCK_INPUTS
+        freed = 2 * kept if second_layer else 0
+        first = self.backward(relaid=relaid, layers=int(second_layer))
+        first |= {"activations": replace(self.saved, bytes=self.saved.bytes + self.turn.not_stacked(self.saved.bytes) - freed)}
+        if not self.turn.left_over:
+            return first
+        second = self.backward(relaid=relaid, layers=self.turn.pending + 1)
+        second |= {"activations": replace(self.saved, bytes=kept * (layers - self.turn.left_over))}
+        return max(first, second, key=lambda parts: sum(part.bytes for part in parts.values()))
+
     def backward(self, *, relaid: int = 0, late: bool = False, layers: int | None = None, at_end: int = 0, delayed: int = 0) -> Components:
         """Return what is live in the backward pass of a layer: in its MLP, in its attention or at its end, whichever is most.
 
         relaid: bytes of a saved value that is copied to another layout. late: gradients of the previous layer are still being reduced.
-        layers: whose weight gradients are computed together, None: those of a turn. at_end: further bytes at the end of the layer.
+        layers: at the start, those whose weight gradients are computed together, or in order are pending; None: those of a turn. at_end:
+        further bytes at the end of the layer.
         delayed: from which weight gradients of other layers are computed later.
         """
         local = self.local
-        together = self.turn.delayed(1) if layers is None else layers
+        at_start = layers is not None
+        together = layers if layers is not None else self.turn.pending if self.turn.in_order else self.turn.delayed(1)
         # the input of the next layer's MLP is not gathered where it waits for a gradient; while a stack is copied that of the loss is there
         in_mlp = STREAMS_IN_FLIGHT - int(self.waits and local.tensor > 1 and not relaid)
-        where, hidden, streams, copies, waiting, workspace = self._peak_in_layer(together, at_end, in_mlp)
+        where, hidden, streams, copies, waiting, workspace = self._peak_in_layer(together, at_end, in_mlp, at_start=at_start)
         cotangent = 4 * local.tokens * local.model.embed_dim // local.tensor
         gradients = self.layer_gradients * self.stack_itemsize
         next_layer = self.next_layer_weights() if self.overlap else 0
+        if next_layer and self.turn.in_order and at_start:
+            next_layer = self.gathered_layer()
         copies += self.turn.kept_parameters()
         waiting += self.turn.gradients_left_over()
         # the block's input comes from host memory into a buffer of its own
@@ -197,7 +223,7 @@ class StepMemory(LiveBuffers):
         if reducing and self.reduces_in_turn:
             reducing = 2 * reducing // self.sharded.fsdp  # the sums over fsdp, and together as they are summed over the other axes
         reducing += self.turned_gradients() if reducing else 0
-        left_over = local.model.num_layers % self.turn.layers if late else 0  # their backward pass is over
+        left_over = self.turn.left_over if late and (self.turn.layers > 1 or self.turn.in_order) else 0  # their backward pass is over
         return {
             "activations": replace(self.saved, bytes=self.saved.bytes - left_over * self.saved.bytes // local.model.num_layers),
             "gradients": Component(
@@ -319,7 +345,7 @@ class StepMemory(LiveBuffers):
             "loss": self.reduced_early() if self.turn.layers > 1 and self.reduces_table_early else point["loss"],
         }
 
-    def _peak_in_layer(self, together: int, more: int, streams: int) -> tuple[str, int, int, int, int, int]:
+    def _peak_in_layer(self, together: int, more: int, streams: int, *, at_start: bool) -> tuple[str, int, int, int, int, int]:
         """Return the point of a layer's backward pass with most memory, and there: hidden activations, streams, gathered weights, gradients
         before their reduction, and attention's workspace.
 
@@ -339,7 +365,7 @@ class StepMemory(LiveBuffers):
         policy = local.config.compute.remat.policy
         kept = policy == "names" and local.model.moe is None and not {"gate", "up"} & again.weights
         at_mlp = 4 if policy in FROM_BLOCK_INPUTS and not kept else 3  # kept gate and up are read from the stacks
-        if self.turn.layers == 1:
+        if self.turn.layers == 1 and not self.turn.in_order:
             at_mlp += again.mlp_update  # the input of down, which is multiplied again for a norm of the result
         if self.overlap and recomputes and local.fsdp * local.tensor == 1:
             at_mlp += gates  # nothing to gather: the next layer is recomputed early
@@ -360,6 +386,7 @@ class StepMemory(LiveBuffers):
                 ),
                 key=lambda point: sum(point[1:]),
             )
+        slices = 2 if kept and self.turn.in_order and not at_start else 0  # of kept gate and up, cut out of the stacks
         # a ring starts when the input of the next block is back from host memory: XLA computes the gradients of the MLP's weights before
         early = 0 if local.ring and offloads_inputs(local) else at_mlp
         delayed = together * self.turn.before_weight_gradients() // self.turn.layers
@@ -377,7 +404,7 @@ class StepMemory(LiveBuffers):
             ("its attention", early * hidden if recomputes else 0, 3 * stream + 5 * local.query_bytes, 0, 0, attention),
             ("its end", hidden, at_end * stream, 0, waiting + more, mask),
             *([("its end", delayed, 0, 0, more, mask)] if self.turn.layers > 1 and recomputes else []),
-            *self._mlp_after_others(together, at_mlp * hidden, down, mask),
+            *self._mlp_after_others(together, (at_mlp + slices) * hidden, down, mask),
         )
         return max(points, key=lambda point: sum(point[1:]))
 
@@ -388,16 +415,23 @@ class StepMemory(LiveBuffers):
         attention's result, the gradient of that of the MLP, the final hidden states and their gradient.
         """
         local, model = self.local, self.local.model
-        if self.turn.layers == 1 or not layers or model.moe is not None or local.config.compute.remat.policy not in FROM_BLOCK_INPUTS:
+        others = layers if self.turn.in_order else layers - 1 if self.turn.layers > 1 else -1
+        inputs = (self.turn.in_order and self.turn.recomputes) or local.config.compute.remat.policy in FROM_BLOCK_INPUTS
+        if others < 0 or model.moe is not None or not inputs:
             return []
-        others = (layers - 1) * self.turn.before_weight_gradients() // self.turn.layers
+        others *= self.turn.before_weight_gradients() // self.turn.layers
         streams = 6 * local.stream_bytes + local.query_bytes + local.context_bytes + 2 * local.key_bytes
         if local.config.precision.eight_bit:
             # the gradient of gate or up, which is quantized next, and the input of down, one byte each
             of_mlp += local.hidden_bytes + local.hidden_bytes // local.compute_itemsize
         else:
-            streams += local.stream_bytes * 2 // local.compute_itemsize  # final hidden states are float32
-            if model.activation == "gelu_tanh" and not self.in_loop:  # so in the heaps of Gemma 2 and 3
+            if self.turn.in_order:
+                streams -= local.stream_bytes  # no final hidden states, and the gradient of the results is that of the stream
+            else:
+                streams += local.stream_bytes * 2 // local.compute_itemsize  # final hidden states are float32
+            if model.activation == "gelu_tanh" and self.turn.in_order:
+                of_mlp += local.hidden_bytes
+            elif model.activation == "gelu_tanh" and not self.in_loop:  # so in the heaps of Gemma 2 and 3
                 of_mlp += 4 * local.hidden_bytes // local.compute_itemsize  # tanh, float32
         return [("its MLP", others + of_mlp, streams, 2 * local.mlp_matrix * local.matrix_itemsize, down, mask)]
 
@@ -409,10 +443,11 @@ class StepMemory(LiveBuffers):
         """
         local = self.local
         layer = self.turn.trained_weights * local.gradient_itemsize
-        across_turns = self.turn.layers > 1 and not self.reduces_in_turn
+        several = self.turn.layers > 1 or self.turn.in_order
+        across_turns = several and not self.reduces_in_turn
         together = 2 if across_turns or 2 * layer <= COMBINED_BYTES * local.fsdp else 1
         # those of a turn of several layers still wait when the embedding's gradient begins
-        of_embedding = self.turn.layers > 1 and self.separate_table_gradients
+        of_embedding = several and self.separate_table_gradients
         inputs = min(self.saved.bytes, local.model.num_layers * local.cut_stream_bytes)
         return {
             "activations": Component(inputs, "inputs of the blocks; activations of the MLPs are freed"),
@@ -437,6 +472,7 @@ class StepMemory(LiveBuffers):
         return {
             "gradients": Component(gradients + both, "of the layers and of the unembedding"),
             "accumulated_gradients": self.accumulated(),
+            "parameter_copies": Component(self.layout_copies() if self.in_loop else 0, "transposed before the loop of microbatches"),
             "collective_buffers": Component(whole + whole // local.fsdp, "gradient of the embedding before and after its reduction"),
         }
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from ridgeline.configs.model_schema import ModelConfig
 from ridgeline.configs.remat import POLICIES
-from ridgeline.configs.schema import Config, RematConfig
+from ridgeline.configs.schema import ComputeConfig, Config, RematConfig
 from ridgeline.configs.tuning_schema import LoraConfig
 from ridgeline.planner.experts import exchange_method
 from ridgeline.planner.parameters import DOWN, attention_weights
@@ -77,9 +77,19 @@ def gathers_mlp_input(config: Config, tensor: int, expert: int) -> bool:
     return over_tensor or exchange_method(config.model.moe, compute.experts, {"expert": expert}) == "gather"
 
 
+def in_order(model: ModelConfig, compute: ComputeConfig, *, frozen: bool) -> bool:
+    """Return whether the backward passes of the layers of a turn follow each other: of dense layers of several kinds, in the loop.
+
+    Then a whole block is recomputed when the gradient of its result is there (models/backward_order.py). frozen: only adapters are trained.
+    """
+    return model.layer_period > 1 and model.moe is None and compute.scan_layers and not frozen
+
+
 def waiting(config: Config, tensor: int, expert: int) -> str:
     """Return what a block of a config recomputes only when the gradient of its result is there, over mesh axes of these sizes."""
     compute = config.compute
+    if in_order(config.model, compute, frozen=config.lora.rank is not None):
+        return "block"
     if compute.scan_layers and recomputed_by(config).attention_update and gathers_mlp_input(config, tensor, expert):
         return waits_for_gradient(compute.remat)
     return "nothing"

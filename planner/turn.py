@@ -1,7 +1,8 @@
 """One turn of the loop over layers, and what XLA keeps in memory for a turn of several layers.
 
 Where kinds of layers alternate (with and without a window: Gemma 2 and 3, OLMo 3, gpt-oss), a turn runs one layer of each kind. The
-scheduler interleaves the layers of a turn: it gathers their weights together, and delays their weight gradients to the end of the turn.
+backward passes of dense layers follow each other (`in_order`). Of layers with experts, of frozen ones and without a loop the scheduler
+interleaves those of a turn: it gathers their weights together, and delays their weight gradients to the end of the turn.
 Read from the heaps of compiled steps (GPU backend, jax 0.10.2). Sizes are bytes of one device. Turns of one layer add nothing.
 """
 
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from ridgeline.configs.remat import POLICIES
 from ridgeline.planner.activations import offloaded_bytes, offloads_inputs
 from ridgeline.planner.local import LocalSizes
+from ridgeline.planner.recompute import in_order
 
 NORMS = {"pre": 2, "post": 2, "both": 4}
 """Norms of residual streams in a layer, by model.norm_position."""
@@ -36,7 +38,36 @@ class Turn:
     @property
     def layers(self) -> int:
         """Layers that are scheduled together."""
-        return self.local.model.layer_period if self.overlap else 1
+        return self.local.model.layer_period if self.overlap and not self.in_order else 1
+
+    @property
+    def in_order(self) -> bool:
+        """Whether the backward passes of the layers of a turn follow each other (models/backward_order.py).
+
+        Such a turn is as a loop of equal layers but for the layers whose weight gradients are `pending`.
+        """
+        return self.overlap and in_order(self.local.model, self.local.config.compute, frozen=bool(self.local.adapted))
+
+    @property
+    def left_over(self) -> int:
+        """Layers after the last whole turn, which are not in the loop."""
+        return self.local.model.num_layers % self.local.model.layer_period
+
+    @property
+    def pending(self) -> int:
+        """Layers whose weight gradients are pending in the backward pass of a layer of an ordered turn.
+
+        That is the layer before it; where layers are left over after the last whole turn, also the first of these.
+        """
+        return 1 + (self.left_over > 0)
+
+    def not_stacked(self, saved_bytes: int) -> int:
+        """Return the size of what the last turn kept, which is not yet in the stacks of all turns: that turn is not in the loop.
+
+        saved_bytes: of all layers.
+        """
+        several = self.overlap and self.local.model.layer_period > 1
+        return self.local.model.layer_period * saved_bytes // self.local.model.num_layers if several else 0
 
     @property
     def trained_weights(self) -> int:
@@ -57,7 +88,11 @@ class Turn:
 
         It does not where layers are left over and blocks are recomputed.
         """
-        return self.layers == 1 or not self.recomputes or self.local.model.num_layers % self.local.model.layer_period == 0
+        return (
+            (self.layers == 1 and not self.in_order)
+            or not self.recomputes
+            or self.local.model.num_layers % self.local.model.layer_period == 0
+        )
 
     @property
     def recomputes(self) -> bool:
@@ -116,6 +151,8 @@ class Turn:
         one_chunk: the only microbatch has one chunk of logits.
         """
         local = self.local
+        if self.in_order:
+            return local.model.layer_period * offloaded_bytes(local) // local.model.num_layers
         if not self.pipelined and offloads_inputs(local):
             return 0
         copied = offloaded_bytes(local) // local.model.num_layers
@@ -168,4 +205,6 @@ class Turn:
             streams += (3 if offloads_inputs(local) else 2) if local.model.qk_norm else 0
             of_norms = streams * local.stream_bytes + normed
             return self.layers * (operands // local.compute_itemsize + local.context_bytes + of_norms)
-        return self.layers * (hidden + 4 * local.stream_bytes + attention + normed)
+        # the norm before the MLP: its input, and its gradients by gate and by up
+        of_norm = 3 * local.stream_bytes if self.in_order and local.model.qk_norm and local.model.norm_position == "both" else 0
+        return self.layers * (hidden + 4 * local.stream_bytes + attention + normed + of_norm)

@@ -1,0 +1,112 @@
+"""Layers of several kinds in one turn of the loop over layers: their backward passes follow each other, with the same numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from ridgeline.configs.model_schema import ModelConfig
+from ridgeline.configs.schema import AttentionConfig, ComputeConfig, RematConfig
+from ridgeline.models.decoder import Decoder
+from tests.models.tiny import BASE, build, tokens, value_and_grad
+
+ROWS, LENGTH = 2, 32
+REMAT = {
+    "none": RematConfig(policy="none"),
+    "attention-only": RematConfig(policy="attention-only"),
+    "full": RematConfig(policy="full"),
+    "dots": RematConfig(policy="dots"),
+    "names": RematConfig(policy="names", names=["mlp_up"]),
+}
+
+
+def alternating(policy: str, period: int = 3, layers: int = 8, *, scan: bool = True) -> Decoder:
+    """Every `period`-th layer attends to all tokens, the others to a window."""
+    model = ModelConfig(**BASE | {"num_layers": layers, "sliding_window": 5, "full_attention_every": period})
+    attention = AttentionConfig(backend="chunked", chunk=8)
+    return build(model, ComputeConfig(remat=REMAT[policy], attention=attention, scan_layers=scan))
+
+
+def equations(jaxpr: Any, loops: int = 0) -> Iterator[tuple[int, Any]]:
+    """Every equation with the number of scans around it that have the turns or layers of the model (not blocks of attention)."""
+    for equation in jaxpr.eqns:
+        yield loops, equation
+        inside = loops + (equation.primitive.name == "scan")
+        for value in equation.params.values():
+            for each in value if isinstance(value, (list, tuple)) else [value]:
+                inner = getattr(each, "jaxpr", each)
+                if hasattr(inner, "eqns"):
+                    yield from equations(inner, inside)
+
+
+def barriers(decoder: Decoder, loops: int) -> list[tuple[tuple[int, ...], ...]]:
+    """Shapes of the operands of each barrier in the gradients' program that has those of a layer's parameters, in so many loops."""
+    graphdef, state = nnx.split(decoder)
+    program = jax.make_jaxpr(jax.grad(lambda s: jnp.sum(nnx.merge(graphdef, s)(tokens(ROWS, LENGTH)))))(state)
+    wide = (BASE["embed_dim"], BASE["mlp_dim"])
+    found = [
+        tuple(operand.aval.shape for operand in equation.invars)
+        for depth, equation in equations(program.jaxpr)
+        if depth == loops and equation.primitive.name == "optimization_barrier"
+    ]
+    return [shapes for shapes in found if wide in shapes]
+
+
+@pytest.mark.parametrize("policy", REMAT)
+def test_loss_and_gradients_are_those_of_layers_without_an_order(policy: str) -> None:
+    """8 layers in turns of three: two whole turns, and two layers after them."""
+    want, want_grads = value_and_grad(alternating("none", scan=False), tokens(ROWS, LENGTH))
+    value, grads = value_and_grad(alternating(policy), tokens(ROWS, LENGTH))
+    np.testing.assert_allclose(value, want, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-7), grads, want_grads)
+    assert all(np.any(leaf) for leaf in jax.tree.leaves(grads["blocks"]))
+
+
+@pytest.mark.parametrize("policy", REMAT)
+@pytest.mark.parametrize(("period", "layers", "after"), [(2, 8, 0), (3, 8, 1), (4, 11, 2)])
+def test_the_gradient_of_a_layers_input_waits_for_the_next_layers_weight_gradients(
+    policy: str, period: int, layers: int, after: int
+) -> None:
+    """A barrier, twice, between two layers of a turn, and between two of the layers after the last whole turn.
+
+    It has the gradient of the stream and of each parameter of one layer, reduced: [..] and not [layers of a turn, ..].
+    """
+    decoder = alternating(policy, period, layers)
+    parameters = len(jax.tree.leaves(nnx.state(decoder.blocks)))
+    in_turn, outside = barriers(decoder, 1), barriers(decoder, 0)
+    assert len(in_turn) == 2 * (period - 1) and len(outside) == 2 * after
+    for shapes in in_turn + outside:
+        assert shapes[0] == (ROWS, LENGTH, BASE["embed_dim"]) and len(shapes) == 1 + parameters
+
+
+@pytest.mark.parametrize("policy", ["full", "dots", "names"])
+def test_recomputation_waits_for_the_gradient_of_the_result_but_gathers_parameters_before(policy: str) -> None:
+    decoder = alternating(policy)
+    graphdef, state = nnx.split(decoder)
+    program = jax.make_jaxpr(jax.grad(lambda s: jnp.sum(nnx.merge(graphdef, s)(tokens(ROWS, LENGTH)))))(state)
+    blocks = [e for _, e in equations(program.jaxpr) if e.primitive.name == "remat2" and e.params["differentiated"]]
+    stream, matrix = (ROWS, LENGTH, BASE["embed_dim"]), (BASE["embed_dim"], BASE["mlp_dim"])
+    query = (BASE["embed_dim"], BASE["num_heads"], BASE["embed_dim"] // BASE["num_heads"])
+    blocks = [e for e in blocks if {matrix, query} <= {v.aval.shape[-n:] for v in e.invars for n in (2, 3)}]  # not parts of a block
+    assert len(blocks) == 3 + 2
+    for block in blocks:
+        waits = block.params["prevent_cse"]
+        assert isinstance(waits, tuple)
+        by_shape = [(v.aval.shape, wait) for v, wait in zip(block.invars, waits, strict=True)]
+        assert sum(wait for shape, wait in by_shape if shape == stream) >= 2  # the block's input, and the gradient of its result
+        assert not any(wait for shape, wait in by_shape if shape[-2:] == matrix)
+
+
+def test_layers_of_one_kind_and_frozen_ones_have_no_barriers() -> None:
+    model = ModelConfig(**BASE)
+    assert not barriers(build(model, ComputeConfig(remat=REMAT["full"])), 1)
+    frozen = alternating("full")
+    frozen.execution = dataclasses.replace(frozen.execution, matmul=dataclasses.replace(frozen.execution.matmul, frozen=True))
+    assert not barriers(frozen, 1) and not barriers(frozen, 0)
