@@ -431,7 +431,7 @@ def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 
 def test_the_recorded_environment_is_what_a_run_depends_on(tmp_path: Path) -> None:
     text = job_script(job(tmp_path))
-    block = text[text.index("{\n  echo") : text.index('} > "$JOB/environment')]
+    block = text[text.index("{\n  echo") : text.index('} > "$ENVIRONMENT"')]
     script = "set -u\n" + block + "}\n"
     recorded = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n1", "XLA_FLAGS": "--a --b", "NCCL_DEBUG": "INFO"}
     secrets = ["WANDB_API_KEY", "HF_TOKEN", "DATABASE_URL", "GITHUB_PAT", "REGISTRY_AUTH", "COOKIES", "PLAIN", "JAXOTHER", "MY_JAX_A"]
