@@ -180,14 +180,16 @@ class StepMemory(LiveBuffers):
         """Return what is live in the first layers of the backward pass of ordered turns, which are not in the loop.
 
         What the last turn kept is not in the stacks yet. Where inputs of matmuls are computed from the block's, the second layer needs
-        most, in which what two layers kept is freed; with layers left over, these are the two. In the turn before the last one, what all
-        of these kept is freed, and one more layer's weight gradients are pending.
+        most, in which what two layers kept is freed; with layers left over, these are the two. Where a layer waits for its input from host
+        memory and 8-bit matmuls are short, those of two layers are pending. In the turn before the last one, what all of these kept is
+        freed, and one more layer's weight gradients are pending.
         """
         layers = self.local.model.num_layers
         kept = self.saved.bytes // layers
         second_layer = self.local.config.compute.remat.policy in FROM_BLOCK_INPUTS
         freed = 2 * kept if second_layer else 0
-        first = self.backward(relaid=relaid, layers=int(second_layer))
+        waits = second_layer and offloads_inputs(self.local) and self.local.config.precision.eight_bit
+        first = self.backward(relaid=relaid, layers=int(second_layer) + waits)
         first |= {"activations": replace(self.saved, bytes=self.saved.bytes + self.turn.not_stacked(self.saved.bytes) - freed)}
         if not self.turn.left_over:
             return first

@@ -199,8 +199,11 @@ class Turn:
         hidden = (3 if local.model.gated_mlp else 2) * local.hidden_bytes
         attention = local.query_bytes + 2 * local.key_bytes + local.context_bytes
         normed = 2 * (local.query_bytes + local.key_bytes) if local.model.qk_norm else 0  # inputs, and gradients of the results
-        if local.config.precision.eight_bit and self.layers > 1 and local.model.moe is None:
+        if local.config.precision.eight_bit and (self.layers > 1 or self.in_order) and local.model.moe is None:
             operands = hidden + 4 * local.stream_bytes + local.query_bytes + 2 * local.key_bytes
+            if self.in_order:  # the input of the MLP's norm, and the gradient of its result; with norms of queries and keys attention's too
+                of_norms = (4 if local.model.qk_norm else 2) * local.stream_bytes + normed
+                return operands // local.compute_itemsize + local.context_bytes + of_norms
             streams = NORMS[local.model.norm_position] + 1
             streams += (3 if offloads_inputs(local) else 2) if local.model.qk_norm else 0
             of_norms = streams * local.stream_bytes + normed

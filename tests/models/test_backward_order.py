@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,8 +12,10 @@ import pytest
 from flax import nnx
 
 from ridgeline.configs.model_schema import ModelConfig
-from ridgeline.configs.schema import AttentionConfig, ComputeConfig, RematConfig
+from ridgeline.configs.schema import AttentionConfig, ComputeConfig, PrecisionConfig, RematConfig
+from ridgeline.configs.tuning_schema import LoraConfig
 from ridgeline.models.decoder import Decoder
+from ridgeline.models.parallelize import parallelize
 from tests.models.tiny import BASE, build, tokens, value_and_grad
 
 ROWS, LENGTH = 2, 32
@@ -107,6 +108,9 @@ def test_recomputation_waits_for_the_gradient_of_the_result_but_gathers_paramete
 def test_layers_of_one_kind_and_frozen_ones_have_no_barriers() -> None:
     model = ModelConfig(**BASE)
     assert not barriers(build(model, ComputeConfig(remat=REMAT["full"])), 1)
-    frozen = alternating("full")
-    frozen.execution = dataclasses.replace(frozen.execution, matmul=dataclasses.replace(frozen.execution.matmul, frozen=True))
-    assert not barriers(frozen, 1) and not barriers(frozen, 0)
+    assert not barriers(alternating("full", scan=False), 0)
+    own = alternating("full")
+    compute = ComputeConfig(remat=REMAT["full"], attention=AttentionConfig(backend="chunked", chunk=8))
+    for lora, in_order in ((None, True), (LoraConfig(), True), (LoraConfig(rank=2), False)):
+        execution = parallelize(own.model, compute, PrecisionConfig(compute="float32"), own.execution.partitioner, lora)
+        assert execution.in_order is in_order
