@@ -227,12 +227,14 @@ class LiveBuffers:
     def reduces_table_early(self) -> bool:
         """Whether the unembedding's gradient is reduced before the loop over layers, with that of the first router.
 
-        So in the heaps of Mixtral, Qwen3 and gpt-oss with one microbatch; microbatches in a loop were not looked at. In DeepSeek it is so
-        too, but its compiled steps are planned without it. Nor where turns of several layers reduce their gradients in the next turn: the
-        two turns before the loop hold both their gradients and this one.
+        So in the heaps of Mixtral, Qwen3, gpt-oss and OLMo 3 with one microbatch; microbatches in a loop were not looked at. In DeepSeek it
+        is so too, but its compiled steps are planned without it. Nor where turns of several layers reduce their gradients in the next turn:
+        the two turns before the loop hold both their gradients and this one.
         """
         several = self.turn.layers > 1 and self.reduces_in_turn
-        return (self.delays_experts or several) and self.reduced and not self.in_loop and self.local.model.latent_attention is None
+        ordered = self.turn.in_order and not self.local.model.tie_embeddings
+        early = self.delays_experts or several or ordered
+        return early and self.reduced and not self.in_loop and self.local.model.latent_attention is None
 
     def reduced_early(self) -> Component:
         """Return the gradient of the unembedding that has been reduced before the loop over layers."""

@@ -101,7 +101,9 @@ class StepMemory(LiveBuffers):
             )
             # so in the heaps of Mixtral, Qwen3 and gpt-oss, not in those of DeepSeek
             trains_experts = local.model.moe is not None and not local.adapted and local.model.latent_attention is None
-            if policy == "offload" or (policy == "full" and local.fsdp == 1) or trains_experts:
+            # and of Gemma 2 and 3 and OLMo 3 that recompute everything
+            ordered = self.turn.in_order and not self.in_loop
+            if policy == "offload" or (policy == "full" and (local.fsdp == 1 or ordered)) or trains_experts:
                 zeroed = 0  # they are zeroed after the loss
         # XLA recomputes the attention of the last layer early: a norm, queries and keys with and without rotation, values and the result
         recomputes_early = self.overlap and policy == "full" and not self.turn.in_order
