@@ -14,6 +14,7 @@ import pytest
 from ridgeline.launch.cluster.network import free_port
 from ridgeline.loaders.prepare import PrepareSettings, prepare
 from ridgeline.rundir.events import event_file, read_events
+from tests.sampling import FULL
 from tests.slurm.jobs import environment
 
 ROOT, START, STEPS = Path(__file__).parents[2], 40, 70
@@ -30,7 +31,11 @@ logging: {{tensorboard: false}}
 """
 
 
-@pytest.mark.parametrize("share", [0.0, 0.10, *np.random.default_rng(16).uniform(0.10, 0.16, 2).tolist()])
+DRAWN = np.random.default_rng(16).uniform(0.10, 0.16, 2).tolist()
+"""Shares of a step: 0.134 and 0.126."""
+
+
+@pytest.mark.parametrize("share", [0.0, DRAWN[0], *([0.10, DRAWN[1]] if FULL else [])])
 def test_a_slowed_process_is_named_within_20_steps(tmp_path: Path, share: float) -> None:
     (tmp_path / "text.txt").write_text("".join(f"def f{n}(x):\n    return x * {n * n}\n" for n in range(3000)))
     prepare(PrepareSettings((tmp_path / "text.txt",), tmp_path / "tokens", "bytes"), workers=1)
