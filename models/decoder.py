@@ -19,7 +19,7 @@ from flax import nnx
 from ridgeline.configs.model_schema import ModelConfig
 from ridgeline.models.attention.layer import AttendWith
 from ridgeline.models.attention.masks import chunk_segments, soft_cap
-from ridgeline.models.backward_order import before, noted
+from ridgeline.models.backward_order import send_gradients, wait_for_gradients
 from ridgeline.models.block import Block
 from ridgeline.models.family import Family
 from ridgeline.models.lora import set_dropout
@@ -52,7 +52,7 @@ class Decoder(nnx.Module):
         self.final_norm = NORMS[model.norm](width, model.norm_eps, make, execution.partitioner)
         self.output = None if model.tie_embeddings else make.normal((width, vocab), ("embed", "vocab"), model.init_std)
         # Created last: the values of the other parameters do not depend on it.
-        outside_scan = replace(execution, remat=replace(execution.remat, in_scan=False))
+        outside_scan = replace(execution, remat=replace(execution.remat, in_scan=False, waits="nothing"))
         modules = model.mtp_layers
         self.mtp = PredictionModule(family.block, model, outside_scan, residual_std, make.stacked(modules)) if modules else None
         self.model = model
@@ -215,20 +215,19 @@ class Decoder(nnx.Module):
         tables = {windowed: self.rotary(positions_BT, windowed=windowed) for windowed in sorted(set(places.windowed))}
         segments = {windowed: self.visible_segments(segment_ids_BT, x_BTD.shape[:2], windowed=windowed) for windowed in tables}
         everywhere = self._attend_everywhere(positions_BT, segment_ids_BT)
-        in_order = execution.in_order
 
         def block_of(windowed: bool, stack: int, at: int | None) -> Callable[[jax.Array, Any], tuple[jax.Array, RouterSums | None]]:
             """Return the function of a layer.
 
-            Its second argument: parameters, their amax and the key of dropout; with `in_order` a pair of these and the copy.
+            Its second argument: parameters, their amax and the key of dropout; for layers in order a pair of these and the slot.
             `at`: its index in layers that are passed instead of it; it is chosen within what is recomputed, or a copy of its parameters
             would be kept for the backward pass.
             """
 
             def block(x_BTD: jax.Array, given: Any) -> tuple[jax.Array, RouterSums | None]:
-                layer, copy = given if in_order else (given, None)
+                layer, slot = given if execution.in_order else (given, None)
                 parameters, amax, key = layer if at is None else jax.tree.map(lambda stack: stack[at], layer)
-                parameters = parameters if copy is None else noted(parameters, copy)
+                parameters = parameters if slot is None else send_gradients(parameters, slot)
                 block = nnx.merge(structures[stack], parameters)
                 set_amax(block, amax)
                 set_dropout(block, key)
@@ -236,11 +235,11 @@ class Decoder(nnx.Module):
                 out_BTD: jax.Array = block(x_BTD, tables[windowed], segments[windowed], attend_with)
                 return out_BTD, router_sums(block)
 
-            return execution.remat.wrap_block(block, in_order=in_order)
+            return execution.remat.wrap_block(block)
 
         unroll = execution.scan_unroll if execution.scan_layers else None
-        copied = [jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), parameters) for parameters in stacked] if in_order else None
-        return scan_layers(places, layers, functools.cache(block_of), x_BTD, unroll=unroll, copied=copied)
+        slots = [jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), each) for each in stacked] if execution.in_order else None
+        return scan_layers(places, layers, functools.cache(block_of), x_BTD, unroll=unroll, slots=slots)
 
     def _attend_everywhere(self, positions_BT: jax.Array, segment_ids_BT: jax.Array | None) -> AttendWith:
         """Return the attention of layers without the window, in a model where others have it."""
@@ -299,7 +298,7 @@ def scan_layers(
     carry: Carry,
     *,
     unroll: int | None = 1,
-    copied: Sequence[Any] | None = None,
+    slots: Sequence[Any] | None = None,
 ) -> tuple[Carry, Any]:
     """Run layers one after another: a scan over whole periods, in which each layer has its own kind, then the rest.
 
@@ -310,8 +309,8 @@ def scan_layers(
         which it is to run number `at`.
       carry: before the first layer.
       unroll: layers per turn of the scan at least; None: no scan.
-      copied: of each stack, arrays like the parameters of one layer; the backward passes of the layers of a turn, and of those of the rest,
-        then follow each other (models/backward_order.py), and functions get (layer, copy for `noted` or None) in place of the layer.
+      slots: of each stack, arrays like the parameters of one layer; the backward passes of the layers of a turn, and of those of the rest,
+        then follow each other (models/backward_order.py), and functions get (layer, slot or None) in place of the layer.
 
     Returns the carry and the results with a leading dim of all layers; layers whose result is None are left out (None: all of them).
     """
@@ -319,14 +318,14 @@ def scan_layers(
     whole = count // period * period if unroll is not None else 0
     results: list[Any] = []  # of one or several layers, stacked
 
-    def with_copy(carry: Any, layer: Any, copy: Any, at: int, end: int) -> tuple[Any, Any, Any]:
-        """Return the carry, what the function of layer `at` gets, and the copy for the next layer; the last one is before `end`."""
-        if copied is None:
+    def with_slot(carry: Any, layer: Any, slot: Any, at: int, end: int) -> tuple[Any, Any, Any]:
+        """Return the carry, what the function of layer `at` gets, and the slot for the next layer; the last one is before `end`."""
+        if slots is None:
             return carry, layer, None
         if at + 1 == end:
-            return carry, (layer, copy), None
-        carry, following = before(carry, copied[places.stack[at + 1]])
-        return carry, (layer, copy), following
+            return carry, (layer, slot), None
+        carry, following = wait_for_gradients(carry, slots[places.stack[at + 1]])
+        return carry, (layer, slot), following
 
     if whole:
         per_turn = [places.stack[:period].count(stack) for stack in range(len(layers))]
@@ -336,9 +335,9 @@ def scan_layers(
         ]
 
         def body(carry: Carry, layers: Sequence[Any]) -> tuple[Carry, Any]:
-            found, copy = [], None
+            found, slot = [], None
             for at, (stack, layer) in enumerate(turn):
-                carry, values, copy = with_copy(carry, layers[stack], copy, at, period)
+                carry, values, slot = with_slot(carry, layers[stack], slot, at, period)
                 carry, result = layer(carry, values)
                 found += [] if result is None else [result]
             return carry, None if not found else found[0] if period == 1 else jax.tree.map(lambda *each: jnp.stack(each), *found)
@@ -351,10 +350,10 @@ def scan_layers(
         carry, result = jax.lax.scan(body, carry, scanned, unroll=-(-(unroll or 1) // period))
         if result is not None:
             results.append(result if period == 1 else jax.tree.map(lambda each: each.reshape(-1, *each.shape[2:]), result))
-    copy = None
+    slot = None
     for at in range(whole, count):
         stack, index = places.stack[at], places.index[at]
-        carry, values, copy = with_copy(carry, jax.tree.map(lambda x, index=index: x[index], layers[stack]), copy, at, count)
+        carry, values, slot = with_slot(carry, jax.tree.map(lambda x, index=index: x[index], layers[stack]), slot, at, count)
         carry, result = run(places.windowed[at], stack, None)(carry, values)
         results += [] if result is None else [jax.tree.map(lambda each: each[None], result)]
     joined = results[0] if len(results) == 1 else jax.tree.map(lambda *each: jnp.concatenate(each), *results) if results else None

@@ -29,7 +29,7 @@ from ridgeline.models.moe.experts import Experts
 from ridgeline.models.moe.grouped_matmul import Ragged, choose_kernel
 from ridgeline.models.remat import Remat
 from ridgeline.planner.experts import exchange_method
-from ridgeline.planner.recompute import in_order, recomputed, recomputed_with, waits_for_gradient
+from ridgeline.planner.recompute import in_order, in_scan, waits_for_gradient
 from ridgeline.sharding.partition import Partitioner
 
 Result = TypeVar("Result")
@@ -104,9 +104,7 @@ def parallelize(
         check_block_scaled_mesh(partitioner, precision.block_scaled)
 
     # 3. Rematerialization of blocks, of attention, or of elementwise matmul inputs.
-    in_scan = compute.scan_layers and max(compute.scan_unroll, model.layer_period) < model.num_layers
-    in_scan &= model.num_layers % model.layer_period == 0  # layers after the last whole period are not in the loop
-    remat = Remat.resolve(compute.remat, platform, in_scan)
+    remat = Remat.resolve(compute.remat, platform, in_scan(model, compute))
 
     # 4. Collective matmuls: overlap the communication over tensor with the matmuls around it.
     overlap = compute.tensor_overlap == "ring" and partitioner.mesh.shape["tensor"] > 1
@@ -141,12 +139,10 @@ def parallelize(
         exchange = Exchange(partitioner, method, count, per_token, factor, ragged=platform in ("gpu", "cuda"))
         experts = Experts(matmul, kernel, count, per_token, exchange, factor, lora.scale if lora is not None and frozen else 1.0)
 
-    # 7. In the loop over layers, what is recomputed waits for gradients where XLA would compute attention twice.
-    again = recomputed(model, compute.remat) if lora is None else recomputed_with(model, compute.remat, lora)
-    gathers_tokens = exchange_method(model.moe, compute.experts, partitioner.mesh.shape) == "gather"
-    ordered = in_order(model, compute, frozen=frozen)  # whole blocks wait, in any case
-    if in_scan and not ordered and again.attention_update and (matmul.gathers_input or gathers_tokens):
-        remat = replace(remat, waits=waits_for_gradient(compute.remat))
+    # 7. What is recomputed waits for gradients where XLA would compute attention twice, or mix the layers of a turn.
+    gathered = matmul.gathers_input or exchange_method(model.moe, compute.experts, partitioner.mesh.shape) == "gather"
+    remat = replace(remat, waits=waits_for_gradient(model, compute, lora or LoraConfig(), gathered=gathered))
+    ordered = in_order(model, compute, frozen=frozen)
 
     # 8. Scan over layers: one compiled block, applied num_layers times.
     return Execution(partitioner, matmul, remat, attention, compute.scan_layers, compute.scan_unroll, experts, ordered)

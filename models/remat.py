@@ -45,11 +45,8 @@ class Remat:
         """Whether the backward pass runs the block again, except for what the policy saves."""
         return POLICIES[self.policy].recomputes_block
 
-    def wrap_block(self, block: Callable[..., Any], *, in_order: bool = False) -> Callable[..., Any]:
-        """Apply the policy to the function of one block; its first argument is the block's input, in a loop the second one is the rest.
-
-        in_order: recomputation begins when the gradient of the block's result is there.
-        """
+    def wrap_block(self, block: Callable[..., Any]) -> Callable[..., Any]:
+        """Apply the policy to the function of one block; where it waits, of its input and of the rest, which does not wait."""
         policies = jax.checkpoint_policies
         if not self.recomputes_blocks:
             return block
@@ -66,8 +63,7 @@ class Remat:
                 names_which_can_be_saved=[], names_which_can_be_offloaded=list(self.names), offload_src="device", offload_dst="pinned_host"
             )
         # Parameters do not wait with the residual stream: they are gathered in the iteration before.
-        waits = in_order or self.waits == "block"
-        return jax.checkpoint(block, policy=saved, prevent_cse=(True, False) if waits else not self.in_scan)
+        return jax.checkpoint(block, policy=saved, prevent_cse=(True, False) if self.waits == "block" else not self.in_scan)
 
     def wrap_mlp(self, mlp: Callable[[jax.Array], Any]) -> Callable[[jax.Array], Any]:
         """Apply the policy to the MLP alone, as a function of the residual stream after attention."""

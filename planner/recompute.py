@@ -77,35 +77,41 @@ def gathers_mlp_input(config: Config, tensor: int, expert: int) -> bool:
     return over_tensor or exchange_method(config.model.moe, compute.experts, {"expert": expert}) == "gather"
 
 
-def in_order(model: ModelConfig, compute: ComputeConfig, *, frozen: bool) -> bool:
-    """Return whether the backward passes of the layers of a turn follow each other: of dense layers of several kinds, in the loop.
+def in_scan(model: ModelConfig, compute: ComputeConfig) -> bool:
+    """Return whether all layers run in the compiled loop over layers."""
+    looped = compute.scan_layers and max(compute.scan_unroll, model.layer_period) < model.num_layers
+    return looped and model.num_layers % model.layer_period == 0  # layers after the last whole period are not in the loop
 
-    Then a whole block is recomputed when the gradient of its result is there (models/backward_order.py). frozen: only adapters are trained.
+
+def in_order(model: ModelConfig, compute: ComputeConfig, *, frozen: bool) -> bool:
+    """Return whether the backward passes of the layers of a turn follow each other (models/backward_order.py).
+
+    So it is for dense layers of several kinds. frozen: only adapters are trained.
     """
     return model.layer_period > 1 and model.moe is None and compute.scan_layers and not frozen
 
 
 def waiting(config: Config, tensor: int, expert: int) -> str:
-    """Return what a block of a config recomputes only when the gradient of its result is there, over mesh axes of these sizes."""
-    compute = config.compute
-    if in_order(config.model, compute, frozen=config.lora.rank is not None):
-        return "block"
-    if compute.scan_layers and recomputed_by(config).attention_update and gathers_mlp_input(config, tensor, expert):
-        return waits_for_gradient(compute.remat)
-    return "nothing"
+    """As `waits_for_gradient`, for a config over mesh axes of these sizes."""
+    return waits_for_gradient(config.model, config.compute, config.lora, gathered=gathers_mlp_input(config, tensor, expert))
 
 
-def waits_for_gradient(remat: RematConfig) -> str:
-    """Return what a block in the loop over layers recomputes only when the gradient of its result is there: block, mlp or nothing.
+def waits_for_gradient(model: ModelConfig, compute: ComputeConfig, lora: LoraConfig, *, gathered: bool) -> str:
+    """Return what a layer recomputes only when the gradient of its result is there: block, mlp or nothing.
 
-    For blocks that recompute attention's update and gather the input of their MLP over devices. XLA (collective-pipeliner-backward,
-    xla/service/collective_pipeliner.cc) moves a gather that depends on no gradient to the iteration before, together with a copy of all
-    that leads to it: attention would be computed there for the gather, and once more for the gradients.
+    gathered: the input of the MLP is gathered over devices. Where attention's update is recomputed too, XLA (collective-pipeliner-backward,
+    xla/service/collective_pipeliner.cc) would move that gather, which depends on no gradient, to the iteration before, together with a copy
+    of all that leads to it: attention would be computed there for the gather, and once more for the gradients.
 
     Where the MLP alone waits, the gather of attention's input stays in the iteration before. A policy cannot keep values of what waits
     (jax 0.10.2), so the whole block waits where some of the MLP are kept. Values in host memory would wait with it, and copies of a layer
     would not begin before its gradient is there (Llama 3.1 8B, tensor=2, names=[query,mlp_up]: 11 % slower): there nothing waits.
+    Layers in order wait as whole blocks in any case.
     """
-    if not any(name.startswith("mlp_") for name in remat.names):
+    if in_order(model, compute, frozen=lora.rank is not None):
+        return "block"
+    if not (gathered and in_scan(model, compute) and recomputed_with(model, compute.remat, lora).attention_update):
+        return "nothing"
+    if not any(name.startswith("mlp_") for name in compute.remat.names):
         return "mlp"
-    return "nothing" if remat.policy == "offload" else "block"
+    return "nothing" if compute.remat.policy == "offload" else "block"

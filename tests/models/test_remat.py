@@ -20,7 +20,6 @@ from ridgeline.configs.remat import NAMES, POLICIES
 from ridgeline.configs.schema import AttentionConfig, ComputeConfig, RematConfig
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.remat import Remat
-from ridgeline.planner.recompute import waits_for_gradient
 from tests.models.tiny import BASE, build, tokens, value_and_grad
 
 LAYERS, ROWS, LENGTH = 3, 2, 16
@@ -96,10 +95,8 @@ def test_recomputation_that_waits_for_gradients_gives_the_same_loss_and_gradient
     """It also keeps nothing more, and leaves the sums of the routers."""
     config, more = WAITING[case]
     plain, waiting = (build(ModelConfig(**BASE | more), ComputeConfig(remat=config, attention=AttentionConfig(chunk=8))) for _ in "12")
-    assert waits_for_gradient(config) == case.split(",")[0]
-    waiting.execution = dataclasses.replace(
-        waiting.execution, remat=dataclasses.replace(waiting.execution.remat, waits=waits_for_gradient(config))
-    )
+    remat = dataclasses.replace(waiting.execution.remat, waits=case.split(",")[0])
+    waiting.execution = dataclasses.replace(waiting.execution, remat=remat)
     waiting.blocks.remat = waiting.execution.remat
     (value, grads), (want, want_grads) = (value_and_grad(each, tokens(ROWS, LENGTH)) for each in (waiting, plain))
     np.testing.assert_allclose(value, want, rtol=1e-6)
@@ -108,6 +105,30 @@ def test_recomputation_that_waits_for_gradients_gives_the_same_loss_and_gradient
     totals, want_totals = (each.forward(tokens(ROWS, LENGTH))[1] for each in (waiting, plain))
     assert (totals is None) == (not more)
     jax.tree.map(np.testing.assert_array_equal, totals, want_totals)
+
+
+@pytest.mark.parametrize("policy", CONFIGS)
+def test_modules_of_multi_token_prediction_do_not_wait(policy: str) -> None:
+    """They are outside of the loop, and functions of more than a block's input; also where the blocks wait, as those of two kinds do."""
+    model = ModelConfig(**BASE | {"num_layers": 4, "mtp_layers": 1, "sliding_window": 5, "full_attention_every": 2})
+    future_BTM = tokens(ROWS, LENGTH, seed=1)[..., None]
+
+    def hidden_and_grads(policy: str) -> tuple[jax.Array, Any]:
+        decoder = build(model, ComputeConfig(remat=CONFIGS[policy], attention=AttentionConfig(backend="chunked", chunk=8)))
+        assert decoder.execution.remat.waits == "block"
+        graphdef, state = nnx.split(decoder)
+        weights = jnp.cos(jnp.arange(2 * ROWS * LENGTH * BASE["embed_dim"], dtype=jnp.float32))
+
+        def total(state: nnx.State) -> jax.Array:
+            hidden = nnx.merge(graphdef, state).forward(tokens(ROWS, LENGTH), future_BTM=future_BTM)[0]
+            return jnp.vdot(weights, hidden.reshape(-1))
+
+        value, grads = jax.jit(jax.value_and_grad(total))(state)
+        return value, nnx.to_pure_dict(grads)
+
+    (value, grads), (want, want_grads) = hidden_and_grads(policy), hidden_and_grads("none")
+    np.testing.assert_allclose(value, want, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), grads, want_grads)
 
 
 def test_policies_keep_what_they_claim() -> None:

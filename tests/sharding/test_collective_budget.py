@@ -252,6 +252,7 @@ def experts_budgets(mesh, experts, model, lora, matmul="compute"):
             ({"data": 2, "fsdp": 2, "tensor": 2}, {"mtp_layers": 2}, "none"),
             ({"data": 2, "fsdp": 2, "tensor": 2, "zero_stage": 2}, {"mtp_layers": 2}, "none"),
             ({"data": 2, "fsdp": 2, "tensor": 2}, {"mtp_layers": 1, **LATENT}, "full"),
+            ({"data": 2, "fsdp": 2, "tensor": 2}, {"mtp_layers": 1}, "names"),
             ({"fsdp": 1, "tensor": 2, "context": 4}, {"mtp_layers": 1}, "none"),
             (
                 {"fsdp": 2, "tensor": 2, "expert": 2},
@@ -265,7 +266,8 @@ def experts_budgets(mesh, experts, model, lora, matmul="compute"):
 )
 def test_modules_of_multi_token_prediction_communicate_as_planned(mesh, model, policy):
     config = make_config(2, 2, 2, **model)
-    compute = config.compute.model_copy(update={"remat": RematConfig(policy=policy)})
+    remat = RematConfig(policy=policy, names=["mlp_gate"] if policy == "names" else [])
+    compute = config.compute.model_copy(update={"remat": remat})
     config = config.model_copy(update={"mesh": MeshConfig(**mesh), "compute": compute})
     if config.mesh.zero_stage:  # the update gathers the parameters
         module, mesh_shape = compile_step(config)
