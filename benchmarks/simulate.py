@@ -47,17 +47,7 @@ class Case:
 
     @property
     def text(self) -> str:
-        return " ".join(
-            (
-                self.model,
-                f"data.batch_size={self.rows}",
-                "-c",
-                self.cluster,
-                "-N",
-                str(self.devices // PER_NODE[self.cluster]),
-                *self.options,
-            )
-        )
+        return " ".join(self.arguments)
 
 
 def usual() -> list[Case]:

@@ -36,7 +36,8 @@ def wait_for_gradients(x: jax.Array, slot: Tree) -> tuple[jax.Array, Tree]:
 
 def _backward(residuals: None, gradients: tuple[jax.Array, Tree]) -> tuple[jax.Array, Tree]:
     dx, pending = gradients
-    for _again in range(2):  # XLA removes from a barrier what has no other user, and results that are not used
+    # Compiled memory of one and of two barriers: 28.8 and 29.2 GB (Gemma 3 12B, full), 48.3 and 47.4 (4B, full), 22.8 and 22.8 (4B, dots).
+    for _again in range(2):
         dx, _unused = jax.lax.optimization_barrier((dx, pending))
     return dx, pending
 

@@ -46,7 +46,7 @@ class Block(nnx.Module):
             x_BTD += (self.attention_post_norm or _unchanged)(self._residual(update_BTD, "attention_out"))
         x_BTD, sums = self.remat.wrap_mlp(self._add_mlp)(x_BTD)
         if isinstance(self.mlp, MixtureOfExperts):
-            self.mlp.leave(sums)
+            self.mlp.set_sums(sums)
         return x_BTD
 
     def _add_mlp(self, x_BTD: jax.Array) -> tuple[jax.Array, RouterSums | None]:

@@ -20,7 +20,7 @@ from ridgeline.configs import plugins
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.schema import LoggingConfig
 from ridgeline.rundir.directory import METRICS_FILE
-from ridgeline.rundir.files import is_ending
+from ridgeline.rundir.files import has_entry_ending
 from ridgeline.rundir.jsonl import LineFile, dump_json
 from ridgeline.rundir.metrics import DerivedMetric, derived_metric, metric
 
@@ -107,17 +107,21 @@ class TensorBoardWriter:
         if not os.access(directory, os.W_OK):
             raise UserError(f"cannot write TensorBoard files to {directory}: permission denied")
 
+    @property
+    def _suffix(self) -> str:
+        """The end of a file's name. It keeps files begun within one second apart, and in order."""
+        return f".{self._restart:04d}.{self._files:03d}"
+
     def _open(self) -> None:
         load_tensorboardx()
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import SessionLog
 
-        # The suffix keeps files begun within one second apart, and in order. With a new one, nothing has the name of the file, not even a
-        # link, which EventsWriter would follow.
         first = self._files == 0
-        while is_ending(self._directory, suffix := f".{self._restart:04d}.{self._files:03d}"):
+        # Nothing may have the name of the file, not even a link, which EventsWriter would follow.
+        while has_entry_ending(self._directory, self._suffix):
             self._files += 1
-        self._events = EventsWriter(str(self._directory / "events"), suffix)
+        self._events = EventsWriter(str(self._directory / "events"), self._suffix)
         self._files += 1
         if self._resume_step is not None and first:  # readers discard what they have from this step on
             self._add(self._resume_step and self._resume_step + 1, session_log=SessionLog(status=SessionLog.START))

@@ -83,7 +83,7 @@ def refuse_links(path: Path, below: Path) -> None:
             refuse_link(below / place)
 
 
-def is_ending(directory: Path, end: str) -> bool:
+def has_entry_ending(directory: Path, end: str) -> bool:
     """Whether the name of an entry of a directory, which may be a link to nothing, ends so."""
     return any(name.endswith(end) for name in os.listdir(directory))
 

@@ -195,8 +195,9 @@ class _Session:
     started_from: Path | None = None
     """The directory of the model that a new run starts from."""
     plan_thread: threading.Thread | None = None
-    symbols_thread: threading.Thread | None = None
     """Writes plan.json and compile.json."""
+    symbols_thread: threading.Thread | None = None
+    """Reads what tells the collective of a hang (trainer/native_waits.py)."""
     loop: Loop | None = None
     step: Program | None = None
     """The compiled train step."""
@@ -279,10 +280,8 @@ class _Session:
         if link is not None:
             if jax.default_backend() == "cpu":
                 waits = NativeWaits()
-                watchdog.collective, self.symbols_thread = (
-                    waits.collective,
-                    threading.Thread(target=waits.prepare, name="symbols", daemon=True),
-                )
+                watchdog.collective = waits.collective
+                self.symbols_thread = threading.Thread(target=waits.prepare, name="symbols", daemon=True)
                 self.symbols_thread.start()
             link.position, link.stacks, link.report = watchdog.asked, watchdog.asked_stacks, self._report_hang
         return watchdog

@@ -13,7 +13,7 @@ from ridgeline.explain.trace.capture import Capture
 from ridgeline.explain.trace.figures import breakdown, roofline
 from ridgeline.rundir.analysis import Analysis, write_analysis
 from ridgeline.rundir.captures import ANALYSIS_FILE, written_below
-from ridgeline.rundir.files import is_ending, refuse_link, refuse_links, write_atomically
+from ridgeline.rundir.files import has_entry_ending, refuse_link, refuse_links, write_atomically
 from ridgeline.rundir.metrics import metric
 
 TENSORBOARD_RUN = "steps"
@@ -56,7 +56,7 @@ def _tensorboard(directory: Path, analysis: Analysis, figures: Mapping[str, byte
     directory.mkdir(parents=True, exist_ok=True)
     last = max((step.step for step in analysis.steps if step.step is not None), default=0)
     number = 0
-    while is_ending(directory, suffix := f".{last:07d}.{number:03d}"):  # EventsWriter would follow a link
+    while has_entry_ending(directory, suffix := f".{last:07d}.{number:03d}"):  # EventsWriter would follow a link
         number += 1
     writer = EventsWriter(str(directory / "events"), suffix)
     for step in analysis.steps:

@@ -58,12 +58,12 @@ class MixtureOfExperts(nnx.Module):
         self.moe, self.activation, self.mlp_clamp, self.execution = moe, model.activation, model.mlp_clamp, execution
 
     def __call__(self, x_BTD: jax.Array, norm: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        """Map the residual stream to its update by the experts of norm(x), same shape and dtype; leave the sums of the router."""
+        """Map the residual stream to its update by the experts of norm(x), same shape and dtype; set the sums of the router."""
         update_BTD, sums = self.with_sums(x_BTD, norm)
-        self.leave(sums)
+        self.set_sums(sums)
         return update_BTD
 
-    def leave(self, sums: RouterSums) -> None:
+    def set_sums(self, sums: RouterSums) -> None:
         """Set what `router_sums` returns."""
         self.sums = RouterState(sums)
 
