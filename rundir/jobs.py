@@ -22,6 +22,8 @@ from ridgeline.rundir.jsonl import LineFile, read_typed_jsonl
 
 DIRECTORY = "slurm"
 JOBS_FILE = "jobs.jsonl"
+LOG = "job-%j.log"
+"""Slurm's pattern of the name of a log; that of a task of an array has `%A_%a` for `%j`."""
 ATTEMPTS_FILE = "attempts.jsonl"
 SCRIPT = "job.sh"
 CONFIG = "config.yaml"
@@ -96,11 +98,22 @@ def slurm_directory(run_dir: Path) -> Path:
 
 
 def next_submission(run_dir: Path) -> int:
-    """Return the number of the next submission, from 1. Raises UserError where the directory of submissions is a symbolic link."""
+    """Return the number of the next submission, from 1.
+
+    Raises UserError where the directory of submissions or a log in it is a symbolic link.
+    """
+    directory = slurm_directory(run_dir)
+    refuse_log_links(run_dir)
+    entries = directory.iterdir() if directory.is_dir() else []
+    return max((int(entry.name) for entry in entries if entry.name.isdecimal()), default=0) + 1
+
+
+def refuse_log_links(run_dir: Path) -> None:
+    """Raise UserError where the directory of submissions or a log in it, which Slurm would write through, is a symbolic link."""
     directory = slurm_directory(run_dir)
     refuse_link(directory)
-    taken = [int(path.name) for path in directory.iterdir() if path.name.isdecimal()] if directory.is_dir() else []
-    return max(taken, default=0) + 1
+    for log in directory.glob(LOG.replace("%j", "*")):
+        refuse_link(log)
 
 
 def record_job(run_dir: Path, record: JobRecord) -> None:
@@ -115,12 +128,12 @@ def record_job(run_dir: Path, record: JobRecord) -> None:
 
 def log_pattern(run_dir: Path) -> str:
     """Return Slurm's pattern of the log of a job."""
-    return str(slurm_directory(run_dir) / "job-%j.log")
+    return str(slurm_directory(run_dir) / LOG)
 
 
 def log_name(record: JobRecord) -> str:
     """Return the name of a job's log in the directory of jobs."""
-    return f"job-{record.job}.log"
+    return LOG.replace("%j", record.job)
 
 
 def read_jobs(run_dir: Path) -> list[JobRecord]:

@@ -42,8 +42,8 @@ REASON = "straggler:"
 """How the reasons of replaced nodes begin in bad_nodes."""
 WINDOW = 15
 """Newest times of a rank that are compared; of the program on GPUs, which runs before every PROBE_EVERY-th step, half as many."""
-PUBLISH_EVERY, PROBE_EVERY = 3, 2
-NAMED_SHARE, ENDED_SHARE = 0.8, 0.5
+PUBLISH_EVERY, PROBE_EVERY = 2, 2
+NAMED_SHARE, ENDED_SHARE = 0.7, 0.5
 """A rank is named from this part of the threshold on, so that one exactly at the threshold is named in spite of noise; it is no longer slow
 below the other part."""
 ERRORS = 3.6

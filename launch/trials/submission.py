@@ -93,19 +93,21 @@ class Submission:
             python=slurm.interpreter(self.cluster, self.by.python),
             directories=sorted(directories),
             environment=kept_environment(self.by.environment),
-            log=str(root / f"%{DIGITS}a" / job_files.DIRECTORY / "job-%A_%a.log"),
+            log=str(root / f"%{DIGITS}a" / job_files.DIRECTORY / job_files.LOG.replace("%j", "%A_%a")),
             preflight=self.preflight,
             array=ranges(sorted(int(name) for name in self.configs)) + limit,
         )
 
     def _submit_array(self, job: Job) -> str:
-        logs = [self.files.run_dir(name) / job_files.DIRECTORY for name in self.configs]
-        for log in logs:
-            refuse_links(log, below=self.files.root)
+        directories = [self.files.run_dir(name) for name in self.configs]
+        for directory in directories:
+            refuse_links(directory, below=self.files.root)
+            job_files.refuse_log_links(directory)
         script = slurm.write(job, None)
         try:
             (job.directory / "points").mkdir()
-            for log, (name, config) in zip(logs, self.configs.items(), strict=True):
+            for directory, (name, config) in zip(directories, self.configs.items(), strict=True):
+                log = job_files.slurm_directory(directory)
                 log.mkdir(parents=True, exist_ok=True)  # Slurm does not create the directory of a log
                 (job.directory / "points" / f"{name}.yaml").write_text(to_yaml(with_mesh(config, self.shape)), encoding="utf-8")
         except OSError as error:

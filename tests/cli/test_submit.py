@@ -144,7 +144,16 @@ def test_what_is_submitted_is_written_beside_the_script(fake_sbatch: Path, capsy
     assert [record.submission for record in places.read_jobs(fake_sbatch / "runs/tiny")] == [1, 2]
 
 
-@pytest.mark.parametrize("moved", ["runs/tiny/slurm", "runs/s/slurm", "runs/s/000", "runs/s/000/slurm"])
+@pytest.mark.parametrize(
+    "moved",
+    [
+        "runs/tiny/slurm",
+        "runs/s/slurm",
+        "runs/s/000",
+        "runs/s/000/slurm",
+        *(f"runs/{run}/slurm/job-18.log" for run in ("tiny", "s", "s/000")),
+    ],
+)
 def test_nothing_is_submitted_through_a_link(fake_sbatch: Path, moved: str, capsys: pytest.CaptureFixture[str]) -> None:
     (fake_sbatch / "elsewhere").mkdir()
     place = fake_sbatch / moved
