@@ -86,13 +86,17 @@ def capacity_bytes(machine: Machine) -> int:
 
 def search(config: Config, cluster: ClusterConfig, calibration: Calibration, nodes: Sequence[int], tokens: float) -> list[Scale]:
     """Search each number of nodes. Raises UserError for a config, a number of nodes or a device that cannot be planned."""
-    check_plannable(config)
-    if config.precision.block_scaled is not None:
-        check_block_scaled(hardware(cluster.device), config.precision.block_scaled)
+    _check(config, cluster)
     for count in nodes:
         if cluster.nodes is not None and count > cluster.nodes:
             raise UserError(f"--nodes {count}: cluster '{cluster.name}' has only {cluster.nodes:,} nodes")
     return [search_scale(config, cluster, calibration, count, tokens) for count in sorted(set(nodes))]
+
+
+def _check(config: Config, cluster: ClusterConfig) -> None:
+    check_plannable(config)
+    if config.precision.block_scaled is not None:
+        check_block_scaled(hardware(cluster.device), config.precision.block_scaled)
 
 
 def search_scale(config: Config, cluster: ClusterConfig, calibration: Calibration, nodes: int, tokens: float) -> Scale:
@@ -104,7 +108,7 @@ def search_scale(config: Config, cluster: ClusterConfig, calibration: Calibratio
         if mesh.refused is not None:
             scale.rejections.append(Rejection(nodes, mesh.layout.mesh, None, mesh.refused))
             continue
-        for found in _fits(config, mesh, machine, nodes):
+        for found in _layouts(config, mesh, machine, nodes):
             if isinstance(found, Rejection):
                 scale.rejections.append(found)
             else:
@@ -112,6 +116,14 @@ def search_scale(config: Config, cluster: ClusterConfig, calibration: Calibratio
                 scale.candidates.append(evaluate(config, layout, memory, machine, tokens, nodes))
     scale.candidates.sort(key=lambda candidate: (candidate.step.step_s, candidate.memory.total_bytes))
     return scale
+
+
+def fits(config: Config, cluster: ClusterConfig, calibration: Calibration, nodes: int) -> bool:
+    """Return whether some layout fits on this number of nodes. Raises UserError for a config or a device that cannot be planned."""
+    _check(config, cluster)
+    machine = Machine(cluster, calibration, nodes * cluster.devices_per_node)
+    found = meshes(config, machine.devices, cluster.devices_per_node)
+    return any(not isinstance(one, Rejection) for mesh in found if mesh.refused is None for one in _layouts(config, mesh, machine, nodes))
 
 
 def evaluate(config: Config, layout: Layout, memory: MemoryEstimate, machine: Machine, tokens: float, nodes: int) -> Candidate:
@@ -124,7 +136,7 @@ def evaluate(config: Config, layout: Layout, memory: MemoryEstimate, machine: Ma
     return Candidate(nodes, layout, local.rows, memory, parts, step, run)
 
 
-def _fits(config: Config, mesh: Mesh, machine: Machine, nodes: int) -> Iterator[tuple[Layout, MemoryEstimate] | Rejection]:
+def _layouts(config: Config, mesh: Mesh, machine: Machine, nodes: int) -> Iterator[tuple[Layout, MemoryEstimate] | Rejection]:
     """Yield the layouts of a mesh that fit, and for each rematerialization policy without one the reason."""
     capacity = capacity_bytes(machine)
     counts = accumulations(config, mesh.layout)

@@ -9,6 +9,7 @@ Read from the heaps of compiled steps (GPU backend, jax 0.10.2). Sizes are bytes
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from ridgeline.configs.remat import POLICIES
 from ridgeline.planner.activations import offloaded_bytes, offloads_inputs
@@ -35,12 +36,12 @@ class Turn:
     in_loop: bool
     """Microbatches run in a loop."""
 
-    @property
+    @cached_property
     def layers(self) -> int:
         """Layers that are scheduled together."""
         return self.local.model.layer_period if self.overlap and not self.in_order else 1
 
-    @property
+    @cached_property
     def in_order(self) -> bool:
         """Whether the backward passes of the layers of a turn follow each other (models/backward_order.py).
 

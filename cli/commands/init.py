@@ -135,18 +135,18 @@ def fewest_nodes(settings: dict[str, Any], model: str, cluster: ResolvedCluster,
     """
     from ridgeline.planner.calibration import load_calibration
     from ridgeline.planner.plan import make_plan
+    from ridgeline.planner.search import fits
 
+    calibration = load_calibration(None)
     per_node = cluster.config.devices_per_node
     most = max(1, min(cluster.config.nodes or MOST_DEVICES, MOST_DEVICES // per_node))
     count = nodes or 1
     rows = settings["data"]["batch_size"]
     while True:
         settings["data"]["batch_size"] = _multiple(rows, count * per_node)
-        try:
-            return make_plan(_config(settings, model), cluster.config, load_calibration(None), [count])
-        except UserError:
-            if nodes is not None or count * 2 > most:
-                raise
+        config = _config(settings, model)
+        if nodes is not None or count * 2 > most or fits(config, cluster.config, calibration, count):
+            return make_plan(config, cluster.config, calibration, [count])
         count *= 2
 
 

@@ -20,7 +20,7 @@ from ridgeline.planner.layouts import Layout, accumulations, meshes, remat_choic
 from ridgeline.planner.memory import memory_per_device
 from ridgeline.planner.overlap import ETA
 from ridgeline.planner.plan import make_plan, plan_json
-from ridgeline.planner.search import Limits, capacity_bytes, evaluate, ranked, search, search_scale, within
+from ridgeline.planner.search import Limits, capacity_bytes, evaluate, fits, ranked, search, search_scale, within
 from ridgeline.planner.step_time import Machine, step_time
 from tests.planner.clusters import CALIBRATION, cluster, config, links
 
@@ -43,6 +43,18 @@ def test_a_step_that_fills_the_memory_is_planned_with_less_overlap():
     assert full and rest
     assert {c.parts.eta for c in rest} == {ETA}
     assert all(0.8 * ETA < c.parts.eta < ETA for c in full)
+
+
+def test_whether_a_layout_fits_is_what_the_search_finds():
+    source, found = random.Random(5), []
+    for _ in range(14):
+        model = source.choice(["llama-3.2-1b", "llama-3.1-8b", "llama-3.1-70b", "mixtral-8x7b", "llama-3.1-405b"])
+        made, nodes = load_cluster(source.choice(["dgx-h100", "dgx-a100"])).config, 2 ** source.randrange(4)
+        rows = 8 * 2 ** source.randrange(6)
+        drawn = load(f"models/{model}", [f"data.batch_size={rows}", f"data.seq_len={2 ** source.randrange(10, 14)}"]).config
+        found.append(fits(drawn, made, CALIBRATION, nodes))
+        assert found[-1] == (search_scale(drawn, made, CALIBRATION, nodes, TOKENS).best is not None)
+    assert 3 <= sum(found) <= 11
 
 
 # Planted optima.
