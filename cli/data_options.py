@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from ridgeline.cli.options import Function
+from ridgeline.configs.environment import is_number, shortened
 from ridgeline.configs.errors import UserError
 
 _PATH = click.Path(path_type=Path)
@@ -102,6 +103,6 @@ def text_settings(values: Mapping[str, Any]) -> dict[str, Any]:
 def parse_slice(text: str) -> tuple[int, int]:
     """Return I and N of `--slice I/N`. Raises UserError."""
     index, _, count = text.partition("/")
-    if not (index.isdecimal() and count.isdecimal()):
-        raise UserError(f"--slice '{text}' must be I/N, such as 0/8")
+    if not all(is_number(part) and len(part) <= 7 for part in (index, count)):
+        raise UserError(f"--slice '{shortened(text)}' must be I/N, such as 0/8")
     return int(index), int(count)

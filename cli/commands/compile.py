@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ridgeline.cli.options import FAILED_CHECK, config_arguments, json_option
+from ridgeline.cli.options import FAILED_CHECK, MEMBERS, config_arguments, json_option
 from ridgeline.cli.tables import print_json, write_text
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ GB = 1e9
 @click.command("compile")
 @config_arguments
 @click.option("--cluster", "-c", required=True, help="Cluster: the name of a shipped one, or a YAML file.")
-@click.option("--nodes", "-N", type=click.IntRange(min=1), default=1, show_default=True, help="Nodes of the run.")
+@click.option("--nodes", "-N", type=MEMBERS, default=1, show_default=True, help="Nodes of the run.")
 @click.option(
     "--fail-if-memory-above",
     metavar="GB",

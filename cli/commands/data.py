@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ridgeline.cli.options import complete_key, json_option
+from ridgeline.cli.options import MEMBERS, complete_key, json_option
 from ridgeline.cli.tables import Column, print_json, print_table
 
 if TYPE_CHECKING:
@@ -88,9 +88,7 @@ def inspect(directory: Path, samples: int, seq_len: int | None, seed: int, verif
     "--step-ms", multiple=True, type=click.FloatRange(min=0), help="Duration of a simulated step; repeatable [default: 0 and 100]."
 )
 @click.option("--batches", type=click.IntRange(min=1), default=200, show_default=True, help="Batches per measurement.")
-@click.option(
-    "--processes", type=click.IntRange(min=1), default=1, show_default=True, help="Read the rows of process 0 out of this many processes."
-)
+@click.option("--processes", type=MEMBERS, default=1, show_default=True, help="Read the rows of process 0 out of this many processes.")
 @json_option
 def bench(target: str, overrides: tuple[str, ...], step_ms: tuple[float, ...], batches: int, processes: int, as_json: bool) -> None:
     """Time the loader on CONFIG's data, or on one CORPUS directory: tokens/s, and the share of a step spent waiting.

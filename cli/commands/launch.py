@@ -14,10 +14,15 @@ from ridgeline.launch import local
 from ridgeline.launch.cluster.devices import gpus_present
 from ridgeline.launch.cluster.network import free_port
 
+MOST_PROCESSES = 1024
+"""Most processes of one machine."""
+
 
 @click.command()
 @config_arguments
-@click.option("--processes", "-n", type=click.IntRange(1), required=True, help="Number of processes to start on this machine.")
+@click.option(
+    "--processes", "-n", type=click.IntRange(1, MOST_PROCESSES), required=True, help="Number of processes to start on this machine."
+)
 @click.option(
     "--grace",
     "grace_s",

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import click
 import pytest
 from ruamel.yaml import YAML
 
-from ridgeline.cli.main import run
+from ridgeline.cli.data_options import parse_slice
+from ridgeline.cli.main import ridge, run
+from ridgeline.configs.environment import MOST
+from ridgeline.configs.errors import UserError
 from ridgeline.launch.exit_codes import DONE, USAGE
 from ridgeline.loaders.prepare import PrepareSettings, prepare
 
@@ -181,3 +186,42 @@ def test_hugging_face_directories_with_missing_tensors_are_named(tmp_path: Path,
     (source / "config.json").write_text(json.dumps(fields))
     save_file({"transformer.wte.weight": np.zeros((10, 4), np.float32)}, source / "model.safetensors")
     assert "wpe" in refused(capsys, "convert", "from-hf", str(source), "--output", str(tmp_path / "out"))
+
+
+def commands(group: click.Group, names: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    """Yield every command with its words."""
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command is not None
+        if isinstance(command, click.Group):
+            yield from commands(command, (*names, name))
+        else:
+            yield (*names, name), command
+
+
+COUNTED = ("nodes", "devices", "processes", "slices", "target_nodes")
+"""Options for which time and memory grow with the number."""
+HUGE = ["9" * 20, "9" * 5000, "1-" + "9" * 20, "1-" + "9" * 5000, "1,2," + "9" * 20, "²", "1-²", "-", "1-", ""]
+
+
+def test_huge_numbers_of_nodes_devices_and_processes_are_refused_at_once(capsys: pytest.CaptureFixture) -> None:
+    bounded = set()
+    for words, command in commands(ridge):
+        for option in command.params:
+            if option.name in COUNTED and isinstance(option.type, click.IntRange):
+                bounded.add((*words, option.name))
+                assert option.type.max is not None and option.type.max <= MOST, (words, option.name)
+    assert {"plan", "simulate", "submit", "compile", "launch"} - {words[0] for words in bounded} == {"plan"}, "plan takes lists"
+    begin_s = time.thread_time()
+    for number in HUGE:
+        for arguments in (
+            ["plan", "models/llama-3.2-1b", "--cluster", "dgx-h100", "--nodes", number],
+            ["simulate", "models/llama-3.2-1b", "--cluster", "dgx-h100", "--days", "1", "--nodes", number],
+            ["launch", "models/llama-3.2-1b", "--processes", number],
+            ["scale", "models/llama-3.2-1b", "--devices", number],
+        ):
+            refused(capsys, *arguments)
+        with pytest.raises(UserError, match="must be I/N"):
+            parse_slice(f"{number}/{number}")
+    assert time.thread_time() - begin_s < 20
