@@ -191,6 +191,7 @@ def _send(run: RunDir, store: object, step: int | None) -> list[dict[str, int]]:
     assert isinstance(store, Store)
     root = run.checkpoints
     dirs.check_ours(root)
+    store.refuse_within(run.path)
     if step is not None:
         dirs.check_complete(root, step)
     store.claim(run.record.id)
@@ -207,7 +208,7 @@ def _restore(store: object, path: Path, step: int | None) -> list[dict[str, int]
     assert isinstance(store, Store)
     complete = store.steps()
     if step is None and not complete:
-        return []
+        raise UserError(f"{store.url} has no complete checkpoint")
     chosen = complete[-1] if step is None else step
     run = RunDir(path)
     if not run.exists:
