@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from ridgeline.cli.options import Function
+from ridgeline.cli.options import Function, Int32Range
 from ridgeline.configs.environment import is_number, shortened
 from ridgeline.configs.errors import UserError
 
@@ -43,7 +43,7 @@ _TEXT_OPTIONS = (
         metavar="NAME=SHARE",
         help="Hold out a share of the documents as a set of its own, such as validation=0.05; repeatable.",
     ),
-    click.option("--max-bad", type=int, default=100, show_default=True, help="Stop after more bad records than this."),
+    click.option("--max-bad", type=Int32Range(), default=100, show_default=True, help="Stop after more bad records than this."),
 )
 _CORPUS_OPTIONS = (
     click.option(
@@ -61,8 +61,8 @@ _CORPUS_OPTIONS = (
         default=None,
         help="Begin documents with BOS (EOS where there is none) [default: as in the tokenizer's files].",
     ),
-    click.option("--pack-length", type=int, metavar="T", help="Pack whole documents into rows of T tokens (best fit)."),
-    click.option("--shards", type=int, help="Number of shard files [default: from the size of the input]."),
+    click.option("--pack-length", type=Int32Range(), metavar="T", help="Pack whole documents into rows of T tokens (best fit)."),
+    click.option("--shards", type=Int32Range(), help="Number of shard files [default: from the size of the input]."),
     click.option("--gzip-baseline", is_flag=True, help="Also store the size of each document after gzip -9, summed."),
 )
 

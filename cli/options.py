@@ -126,6 +126,31 @@ def job_options(*, cluster_required: bool = True) -> Callable[[Function], Functi
     return add
 
 
+_INT32_MAX = 2**31 - 1
+
+
+class Int32Range(click.IntRange):
+    """A whole number within bounds, at most 2**31 - 1, as in the config."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Return the number."""
+        number: int = super().convert(value, param, ctx)
+        if abs(number) > _INT32_MAX:
+            self.fail(f"{value} is above {_INT32_MAX}", param, ctx)
+        return number
+
+
+class FiniteRange(click.FloatRange):
+    """A finite number within bounds."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return the number."""
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number", param, ctx)
+        return number
+
+
 MEMBERS = click.IntRange(min=1, max=MOST)
 """Nodes, devices, processes or tasks of a job."""
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from ridgeline.cli.options import COUNT, MEMBERS, config_arguments, json_option, parse_counts
+from ridgeline.cli.options import COUNT, MEMBERS, FiniteRange, Int32Range, config_arguments, json_option, parse_counts
 from ridgeline.cli.progress import print_progress
 from ridgeline.configs.errors import UserError
 
@@ -22,12 +22,12 @@ from ridgeline.configs.errors import UserError
 )
 @click.option(
     "--tokens-per-parameter",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FiniteRange(min=0, min_open=True),
     default=20.0,
     show_default=True,
     help="Tokens of each run per parameter that processes a token.",
 )
-@click.option("--repeats", type=click.IntRange(min=1), default=1, show_default=True, help="Seeds of each size; two or more show the noise.")
+@click.option("--repeats", type=Int32Range(min=1), default=1, show_default=True, help="Seeds of each size; two or more show the noise.")
 @click.option("--loss", metavar="SET|training", help="Loss to fit [default: the first evaluation set, else the training loss].")
 @click.option("--target", metavar="CONFIG", help="Config whose model to predict [default: CONFIG].")
 @click.option("--budget-flops", type=COUNT, help="Compute of the recommended model [default: that of the target].")

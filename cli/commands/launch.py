@@ -7,7 +7,7 @@ import sys
 
 import click
 
-from ridgeline.cli.options import config_arguments
+from ridgeline.cli.options import FiniteRange, config_arguments
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.load import load
 from ridgeline.launch import local
@@ -26,7 +26,7 @@ MOST_PROCESSES = 1024
 @click.option(
     "--grace",
     "grace_s",
-    type=click.FloatRange(0),
+    type=FiniteRange(0),
     default=local.GRACE_S,
     show_default=True,
     help="Seconds that the other processes have to exit after a failure.",

@@ -6,7 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ridgeline.cli.options import COUNT_OR_ZERO, DAYS, DURATION, DURATION_OR_ZERO, MEMBERS, config_arguments, json_option, software_option
+from ridgeline.cli.options import (
+    COUNT_OR_ZERO,
+    DAYS,
+    DURATION,
+    DURATION_OR_ZERO,
+    MEMBERS,
+    Int32Range,
+    config_arguments,
+    json_option,
+    software_option,
+)
 from ridgeline.cli.tables import print_json
 from ridgeline.configs.environment import MOST
 
@@ -23,7 +33,7 @@ if TYPE_CHECKING:
 )
 @click.option("--nodes", "-N", type=MEMBERS, required=True, help="Nodes of the job.")
 @click.option("--days", type=DAYS, help="Days of steps, without any loss [default: trainer.steps].")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the random numbers.")
+@click.option("--seed", type=Int32Range(min=0), default=0, show_default=True, help="Seed of the random numbers.")
 @click.option("--trials", type=click.IntRange(min=2, max=5000), default=200, show_default=True, help="Number of simulated campaigns.")
 @click.option("--objective", type=click.Choice(["cost", "time"]), default="cost", show_default=True, help="What the best choice minimizes.")
 @click.option("--interval", "interval_s", type=DURATION, help="Time between saves, such as 10m [default: the best].")

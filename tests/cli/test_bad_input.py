@@ -17,6 +17,8 @@ from ridgeline.cli.main import ridge, run
 from ridgeline.configs.environment import MOST
 from ridgeline.configs.errors import UserError
 from ridgeline.launch.exit_codes import DONE, USAGE
+from ridgeline.launch.slurm.logs import of_rank
+from ridgeline.launch.slurm.units import parse_memory_bytes, parse_time_s
 from ridgeline.loaders.prepare import PrepareSettings, prepare
 
 Write = Callable[..., str]
@@ -212,7 +214,7 @@ def test_huge_numbers_of_nodes_devices_and_processes_are_refused_at_once(capsys:
             if option.name in COUNTED and isinstance(option.type, click.IntRange):
                 bounded.add((*words, option.name))
                 assert option.type.max is not None and option.type.max <= MOST, (words, option.name)
-    assert {"plan", "simulate", "submit", "compile", "launch"} - {words[0] for words in bounded} == {"plan"}, "plan takes lists"
+    assert {words[0] for words in bounded} >= {"simulate", "submit", "compile", "launch", "train", "doctor"}
     begin_s = time.thread_time()
     for number in HUGE:
         for arguments in (
@@ -225,3 +227,32 @@ def test_huge_numbers_of_nodes_devices_and_processes_are_refused_at_once(capsys:
         with pytest.raises(UserError, match="must be I/N"):
             parse_slice(f"{number}/{number}")
     assert time.thread_time() - begin_s < 20
+
+
+def test_every_number_on_the_command_line_is_finite_and_bounded() -> None:
+    tried = 0
+    for words, command in commands(ridge):
+        for option in command.params:
+            if isinstance(option.type, click.types.IntParamType | click.types.FloatParamType):
+                tried += 1
+                for text in ("inf", "nan", "1e400", "9" * 20, "-" + "9" * 20, "9" * 400, "9" * 5000, "-" + "9" * 5000, "²"):
+                    try:
+                        number = option.type.convert(text, option, None)
+                    except click.BadParameter:
+                        continue
+                    whole = isinstance(option.type, click.types.IntParamType)
+                    assert abs(number) <= (2**63 - 1 if whole else 1e25), (words, option.name, text)
+    assert tried > 80
+
+
+@pytest.mark.parametrize("text", ["9" * 5000, "9" * 5000 + ":00", "1-" + "9" * 5000])
+def test_times_and_sizes_of_slurm_with_too_many_digits_are_refused(text: str) -> None:
+    for parse in (parse_time_s, parse_memory_bytes):
+        with pytest.raises(UserError, match="is not a Slurm") as refusal:
+            parse(text, "--time")
+        assert len(str(refusal.value)) < 300
+
+
+def test_a_label_of_any_length_in_a_log_is_read() -> None:
+    lines = ["9" * 5000 + ": a\n", "²: b\n", " 3: c\n", "03: d\n", "0: e\n", "00: f\n"]
+    assert [list(of_rank(iter(lines), rank)) for rank in (3, 0)] == [["c\n", "d\n"], ["e\n", "f\n"]]
