@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -256,3 +259,13 @@ def test_times_and_sizes_of_slurm_with_too_many_digits_are_refused(text: str) ->
 def test_a_label_of_any_length_in_a_log_is_read() -> None:
     lines = ["9" * 5000 + ": a\n", "²: b\n", " 3: c\n", "03: d\n", "0: e\n", "00: f\n"]
     assert [list(of_rank(iter(lines), rank)) for rank in (3, 0)] == [["c\n", "d\n"], ["e\n", "f\n"]]
+
+
+@pytest.mark.parametrize(("variable", "override"), [("bogus", "auto"), ("rocm", "auto"), ("", "rocm")])
+def test_a_platform_that_is_not_there_is_named(variable: str, override: str, write: Write, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ridgeline", "train", write(), f"runtime.platform={override}"]
+    done = subprocess.run(command, env={**os.environ, "JAX_PLATFORMS": variable}, capture_output=True, text=True, check=False)
+    assert done.returncode == USAGE, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("ridge: error: ")]
+    assert f"'{variable or override}' (runtime.platform, or JAX_PLATFORMS)" in line and "Traceback" not in done.stderr
+    assert not (tmp_path / "run").exists()
