@@ -8,7 +8,8 @@ from typing import Any
 
 import click
 
-from ridgeline.cli.options import Function
+from ridgeline.cli.options import Function, Int32Range
+from ridgeline.configs.environment import is_number, shortened
 from ridgeline.configs.errors import UserError
 
 _PATH = click.Path(path_type=Path)
@@ -42,7 +43,7 @@ _TEXT_OPTIONS = (
         metavar="NAME=SHARE",
         help="Hold out a share of the documents as a set of its own, such as validation=0.05; repeatable.",
     ),
-    click.option("--max-bad", type=int, default=100, show_default=True, help="Stop after more bad records than this."),
+    click.option("--max-bad", type=Int32Range(), default=100, show_default=True, help="Stop after more bad records than this."),
 )
 _CORPUS_OPTIONS = (
     click.option(
@@ -60,8 +61,8 @@ _CORPUS_OPTIONS = (
         default=None,
         help="Begin documents with BOS (EOS where there is none) [default: as in the tokenizer's files].",
     ),
-    click.option("--pack-length", type=int, metavar="T", help="Pack whole documents into rows of T tokens (best fit)."),
-    click.option("--shards", type=int, help="Number of shard files [default: from the size of the input]."),
+    click.option("--pack-length", type=Int32Range(), metavar="T", help="Pack whole documents into rows of T tokens (best fit)."),
+    click.option("--shards", type=Int32Range(), help="Number of shard files [default: from the size of the input]."),
     click.option("--gzip-baseline", is_flag=True, help="Also store the size of each document after gzip -9, summed."),
 )
 
@@ -102,6 +103,6 @@ def text_settings(values: Mapping[str, Any]) -> dict[str, Any]:
 def parse_slice(text: str) -> tuple[int, int]:
     """Return I and N of `--slice I/N`. Raises UserError."""
     index, _, count = text.partition("/")
-    if not (index.isdecimal() and count.isdecimal()):
-        raise UserError(f"--slice '{text}' must be I/N, such as 0/8")
+    if not all(is_number(part) and len(part) <= 7 for part in (index, count)):
+        raise UserError(f"--slice '{shortened(text)}' must be I/N, such as 0/8")
     return int(index), int(count)

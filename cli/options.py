@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
+from ridgeline.configs.environment import MOST, is_number, shortened
 from ridgeline.configs.errors import UserError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -125,14 +126,46 @@ def job_options(*, cluster_required: bool = True) -> Callable[[Function], Functi
     return add
 
 
+_INT32_MAX = 2**31 - 1
+
+
+class Int32Range(click.IntRange):
+    """A whole number within bounds, at most 2**31 - 1, as in the config."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Return the number."""
+        number: int = super().convert(value, param, ctx)
+        if abs(number) > _INT32_MAX:
+            self.fail(f"{value} is above {_INT32_MAX}", param, ctx)
+        return number
+
+
+class FiniteRange(click.FloatRange):
+    """A finite number within bounds."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return the number."""
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number", param, ctx)
+        return number
+
+
+MEMBERS = click.IntRange(min=1, max=MOST)
+"""Nodes, devices, processes or tasks of a job."""
+
+
+def parse_member_count(text: str) -> int | None:
+    """Return a number of nodes or devices, 1 to MOST; None for anything else."""
+    digits = text.strip().lstrip("0")
+    return int(digits) if is_number(digits) and len(digits) <= len(str(MOST)) and int(digits) <= MOST else None
+
+
 def parse_counts(option: str, text: str, *, distinct: bool = False) -> list[int]:
     """Read `1,2,4`, the value of `option`. With `distinct`, sort the numbers and reject duplicates. Raises UserError."""
-    from ridgeline.configs.errors import UserError
-
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) >= 1 for part in parts):
-        raise UserError(f"{option} {text}: must be whole numbers from 1, separated by commas, such as 1,2,4,8")
-    counts = [int(part) for part in parts]
+    counts = [count for count in map(parse_member_count, text.split(",")) if count is not None]
+    if len(counts) < text.count(",") + 1:
+        raise UserError(f"{option} {shortened(text)}: must be whole numbers from 1 to {MOST}, separated by commas, such as 1,2,4,8")
     if not distinct:
         return counts
     if len(set(counts)) < len(counts):

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from ridgeline.configs.environment import read_number, shortened
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.files import cache_directory
 from ridgeline.configs.mesh import resolve_sizes
@@ -127,11 +128,11 @@ def _pinned(host: Host, env: Mapping[str, str]) -> list[Setting]:
     """Return the limit of XLA's pinned memory pool. Raises UserError if the user's value is less than the step needs."""
     if host.pinned_gib is None:
         return []
-    own = env.get(PINNED_LIMIT)
-    if own is not None and not (own.isdecimal() and int(own) >= host.pinned_gib):
+    own, own_gib = env.get(PINNED_LIMIT), read_number(env, PINNED_LIMIT)
+    if own is not None and (own_gib is None or own_gib < host.pinned_gib):
         raise UserError(
-            f"{PINNED_LIMIT}={own}: compute.remat and optimizer.offload need {host.pinned_gib} for what they keep in host memory; "
-            "unset it or set at least that"
+            f"{PINNED_LIMIT}={shortened(own)}: compute.remat and optimizer.offload need {host.pinned_gib} for what they keep in host "
+            "memory; unset it or set at least that"
         )
     return [
         Setting(

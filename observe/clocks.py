@@ -18,6 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from ridgeline.configs.environment import is_number
 from ridgeline.rundir.device_state import POWER_CAP, QUOTA, TROUBLE, DeviceState
 from ridgeline.rundir.events import EventLog
 
@@ -261,7 +262,8 @@ def visible(uuids: Mapping[int, str], setting: str | None) -> list[int]:
         return list(uuids)
     kept: list[int] = []
     for word in (word.strip() for word in setting.split(",")):
-        match = [i for i, uuid in uuids.items() if (i == int(word) if word.isdigit() else bool(word) and uuid.startswith(word))]
+        index = (word.lstrip("0") or "0") if is_number(word) else None
+        match = [i for i, uuid in uuids.items() if (index == str(i) if index else bool(word) and uuid.startswith(word))]
         if not match:
             break  # as in CUDA: an unknown entry ends the list
         kept += match[:1]

@@ -92,9 +92,11 @@ def find_nan(run: Path, step: int, *, mesh: Sequence[str] = (), log: Log = lambd
       mesh: overrides `mesh.KEY=VALUE` [default: the run's, or the largest smaller one that the machine has].
       log: receives progress, a line at a time.
 
-    Raises UserError: a damaged checkpoint, changed data, or a run whose loss is not that of tokens.
+    Raises UserError: a step beyond the last one, a damaged checkpoint, changed data, or a run whose loss is not that of tokens.
     """
     config = _adapted(override_mesh(from_resolved(run / "config.yaml"), mesh))
+    if step > config.trainer.steps:
+        raise UserError(f"--step {step}: the run has trainer.steps={config.trainer.steps}")
     devices = jax.local_devices()
     config = (place_on_devices if mesh else fit_devices)(config, len(devices))
     parts = prepare(config, devices[: math.prod(config.mesh.sizes.values())])

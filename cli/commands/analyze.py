@@ -9,7 +9,7 @@ from typing import Literal
 
 import click
 
-from ridgeline.cli.options import json_option
+from ridgeline.cli.options import Int32Range, json_option
 from ridgeline.cli.tables import print_json
 from ridgeline.explain.trace.analysis import analyze
 from ridgeline.explain.trace.capture import Capture, find_capture
@@ -23,7 +23,7 @@ from ridgeline.rundir.analysis import Analysis, to_json
 @click.option("--annotation", help="Step annotation to use [default: the one that launches the main program].")
 @click.option(
     "--warm-up",
-    type=click.IntRange(min=0),
+    type=Int32Range(min=0),
     help="Leading steps to leave out [default: those that take more than twice the median of the steps after them].",
 )
 @click.option("--device", "device_name", help="Device in the hardware catalog, for the ceilings [default: the profile's device].")
@@ -33,7 +33,7 @@ from ridgeline.rundir.analysis import Analysis, to_json
     help="Calibration file of that machine, from `ridge calibrate` [default: published rates].",
 )
 @click.option("--cluster", help="Cluster file or name, for the planned bandwidth of collectives [default: the run's cluster].")
-@click.option("--top", type=click.IntRange(min=0), default=10, show_default=True, help="Number of operations to list.")
+@click.option("--top", type=Int32Range(min=0), default=10, show_default=True, help="Number of operations to list.")
 @click.option("--save", is_flag=True, help="Also write analysis.json beside the profile, and figures for TensorBoard, as a run does.")
 @click.option("--against", type=click.Path(path_type=Path), help="Base to compare with: another run or profile.")
 @click.option("--tables", type=click.Path(path_type=Path), help="Directory to write the full tables to, one file per table.")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ridgeline.cli.options import FAILED_CHECK, change_option, config_arguments, fail_option, json_option
+from ridgeline.cli.options import FAILED_CHECK, Int32Range, change_option, config_arguments, fail_option, json_option
 from ridgeline.cli.progress import print_measuring
 from ridgeline.cli.tables import print_json
 from ridgeline.configs.errors import UserError
@@ -24,7 +24,7 @@ def _task(name: str, help: str) -> click.Command:
 
     @click.command(name, help=help)
     @config_arguments
-    @click.option("--repeats", type=click.IntRange(min=3), default=5, show_default=True, help="Rounds of every measurement.")
+    @click.option("--repeats", type=Int32Range(min=3), default=5, show_default=True, help="Rounds of every measurement.")
     @click.option("--save", type=click.Path(path_type=Path), help="Store the result in this file [default: a new file in --results].")
     @click.option(
         "--results", type=click.Path(path_type=Path), default=Path("bench"), show_default=True, help="Directory of stored results."

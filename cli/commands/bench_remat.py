@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ridgeline.cli.options import config_arguments, json_option
+from ridgeline.cli.options import Int32Range, config_arguments, json_option
 from ridgeline.cli.progress import print_measuring
 from ridgeline.cli.tables import Column, print_json, print_table
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 @click.command()
 @config_arguments
 @click.option("--into", type=click.Path(path_type=Path), help="Add the results to this calibration file, which is created if needed.")
-@click.option("--rows", type=click.IntRange(min=1), help="Rows per batch [default: a device's microbatch, up to 16,384 tokens].")
-@click.option("--repeats", type=click.IntRange(min=1), default=9, show_default=True, help="Rounds of every policy.")
+@click.option("--rows", type=Int32Range(min=1), help="Rows per batch [default: a device's microbatch, up to 16,384 tokens].")
+@click.option("--repeats", type=Int32Range(min=1), default=9, show_default=True, help="Rounds of every policy.")
 @json_option
 def remat(config: str, overrides: tuple[str, ...], into: Path | None, rows: int | None, repeats: int, as_json: bool) -> None:
     """Time a layer of CONFIG under each rematerialization policy, forward and backward, on the first device.

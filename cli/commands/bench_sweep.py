@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from ridgeline.cli.options import config_arguments, json_option
+from ridgeline.cli.options import Int32Range, config_arguments, json_option
 from ridgeline.cli.progress import print_progress
 from ridgeline.configs.errors import UserError
 
@@ -30,10 +30,8 @@ if TYPE_CHECKING:
     show_default=True,
     help="time: highest tokens/s. memory: least memory within 10% of the highest tokens/s.",
 )
-@click.option(
-    "--repeats", type=click.IntRange(min=1), default=1, show_default=True, help="Runs of each value; three or more show the noise."
-)
-@click.option("--warmup", "warmup_steps", type=click.IntRange(min=0), help="Steps to exclude from the speed [default: the first log line].")
+@click.option("--repeats", type=Int32Range(min=1), default=1, show_default=True, help="Runs of each value; three or more show the noise.")
+@click.option("--warmup", "warmup_steps", type=Int32Range(min=0), help="Steps to exclude from the speed [default: the first log line].")
 @click.option("--retry", is_flag=True, help="Run failed trials again.")
 @click.option("--output", "-o", type=click.Path(path_type=Path), help="Directory of the sweep [default: runs/NAME-sweep-KEY].")
 @json_option

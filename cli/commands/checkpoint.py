@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from ridgeline.cli.options import FAILED_CHECK, json_option
+from ridgeline.cli.options import FAILED_CHECK, Int32Range, json_option
 from ridgeline.cli.tables import Column, print_json, print_table
 from ridgeline.configs.format import format_bytes, plural
 
@@ -51,7 +51,7 @@ def list_command(run: Path, as_json: bool) -> None:
 
 @click.command("verify")
 @RUN
-@click.option("--step", type=click.IntRange(min=0), help="Only this step [default: all complete ones].")
+@click.option("--step", type=Int32Range(min=0), help="Only this step [default: all complete ones].")
 @json_option
 def verify_command(run: Path, step: int | None, as_json: bool) -> int:
     """Read every file of the complete checkpoints of RUN and compare it with the integrity manifest. Exits with code 1 for damage."""
@@ -80,8 +80,8 @@ def verify_command(run: Path, step: int | None, as_json: bool) -> int:
 @click.command("diff")
 @click.argument("a", metavar="A", type=click.Path(path_type=Path))
 @click.argument("b", metavar="B", type=click.Path(path_type=Path))
-@click.option("--step-a", type=click.IntRange(min=0), help="Checkpoint of A [default: the newest good one].")
-@click.option("--step-b", type=click.IntRange(min=0), help="Checkpoint of B [default: the newest good one].")
+@click.option("--step-a", type=Int32Range(min=0), help="Checkpoint of A [default: the newest good one].")
+@click.option("--step-b", type=Int32Range(min=0), help="Checkpoint of B [default: the newest good one].")
 @click.option("--all", "show_all", is_flag=True, help="Also list the arrays that are equal.")
 @json_option
 def diff_command(a: Path, b: Path, step_a: int | None, step_b: int | None, show_all: bool, as_json: bool) -> None:

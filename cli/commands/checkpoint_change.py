@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from ridgeline.cli.options import FAILED_CHECK, json_option
+from ridgeline.cli.options import FAILED_CHECK, Int32Range, json_option
 from ridgeline.cli.tables import print_json
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.format import format_bytes, plural
@@ -92,12 +92,12 @@ def repair(run: Path, sources: tuple[str, ...], delete: bool, dry_run: bool, as_
 
 @click.command()
 @_RUN
-@click.option("--keep-last", type=click.IntRange(min=1), help="Most recent checkpoints to keep [default: checkpoint.keep_last of RUN].")
-@click.option("--keep-every", type=click.IntRange(min=0), help="Keep multiples of this step [default: checkpoint.keep_every of RUN].")
-@click.option("--keep-best", type=click.IntRange(min=0), help="Keep those with the least loss [default: checkpoint.keep_best of RUN].")
+@click.option("--keep-last", type=Int32Range(min=1), help="Most recent checkpoints to keep [default: checkpoint.keep_last of RUN].")
+@click.option("--keep-every", type=Int32Range(min=0), help="Keep multiples of this step [default: checkpoint.keep_every of RUN].")
+@click.option("--keep-best", type=Int32Range(min=0), help="Keep those with the least loss [default: checkpoint.keep_best of RUN].")
 @click.option("--set", "best_set", help="Evaluation set of --keep-best [default: checkpoint.best_set of RUN, or the first].")
-@click.option("--keep", type=click.IntRange(min=0), multiple=True, metavar="STEP", help="Keep this step; repeatable.")
-@click.option("--keep-set-aside", type=click.IntRange(min=0), help="Set-aside ones to keep [default: checkpoint.keep_set_aside of RUN].")
+@click.option("--keep", type=Int32Range(min=0), multiple=True, metavar="STEP", help="Keep this step; repeatable.")
+@click.option("--keep-set-aside", type=Int32Range(min=0), help="Set-aside ones to keep [default: checkpoint.keep_set_aside of RUN].")
 @_DRY_RUN
 @json_option
 def prune(
@@ -155,7 +155,7 @@ def prune(
 @click.command()
 @click.argument("source", metavar="FROM")
 @click.argument("target", metavar="TO")
-@click.option("--step", type=click.IntRange(min=0), help="Only this step [default: to a URL all complete ones, from a URL the newest].")
+@click.option("--step", type=Int32Range(min=0), help="Only this step [default: to a URL all complete ones, from a URL the newest].")
 @json_option
 def copy(source: str, target: str, step: int | None, as_json: bool) -> None:
     """Copy checkpoints of a run to a URL, or from a URL into a run directory. One of FROM and TO is a run directory, the other a URL.
@@ -191,6 +191,7 @@ def _send(run: RunDir, store: object, step: int | None) -> list[dict[str, int]]:
     assert isinstance(store, Store)
     root = run.checkpoints
     dirs.check_ours(root)
+    store.refuse_within(run.path)
     if step is not None:
         dirs.check_complete(root, step)
     store.claim(run.record.id)
@@ -207,7 +208,7 @@ def _restore(store: object, path: Path, step: int | None) -> list[dict[str, int]
     assert isinstance(store, Store)
     complete = store.steps()
     if step is None and not complete:
-        return []
+        raise UserError(f"{store.url} has no complete checkpoint")
     chosen = complete[-1] if step is None else step
     run = RunDir(path)
     if not run.exists:

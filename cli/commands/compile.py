@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ridgeline.cli.options import FAILED_CHECK, config_arguments, json_option
+from ridgeline.cli.options import FAILED_CHECK, MEMBERS, FiniteRange, config_arguments, json_option
 from ridgeline.cli.tables import print_json, write_text
 
 if TYPE_CHECKING:
@@ -21,11 +21,11 @@ GB = 1e9
 @click.command("compile")
 @config_arguments
 @click.option("--cluster", "-c", required=True, help="Cluster: the name of a shipped one, or a YAML file.")
-@click.option("--nodes", "-N", type=click.IntRange(min=1), default=1, show_default=True, help="Nodes of the run.")
+@click.option("--nodes", "-N", type=MEMBERS, default=1, show_default=True, help="Nodes of the run.")
 @click.option(
     "--fail-if-memory-above",
     metavar="GB",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FiniteRange(min=0, min_open=True),
     help="Exit with code 1 if a device needs more memory.",
 )
 @click.option(
@@ -48,7 +48,7 @@ GB = 1e9
 )
 @click.option("--hlo", type=click.Path(path_type=Path), help="Also write the compiled HLO module to this file.")
 @click.option("--heap", is_flag=True, help="Also report planned and compiled memory at each point of the step.")
-@click.option("--timeout-s", type=click.FloatRange(min=1), default=1800.0, show_default=True, help="Time limit for one compilation.")
+@click.option("--timeout-s", type=FiniteRange(min=1), default=1800.0, show_default=True, help="Time limit for one compilation.")
 @json_option
 def compile_command(
     config: str,

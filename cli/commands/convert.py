@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ridgeline.cli.options import json_option, parse_set
+from ridgeline.cli.options import FiniteRange, Int32Range, json_option, parse_set
 from ridgeline.configs.errors import UserError
 
 if TYPE_CHECKING:
@@ -83,17 +83,17 @@ def from_hf(directory: Path, output: Path, dtype: Any, base: Path | None, as_jso
 @click.command("upcycle")
 @click.argument("dense", metavar="DENSE", type=click.Path(path_type=Path))
 @click.argument("output", metavar="OUTPUT", type=click.Path(path_type=Path))
-@click.option("--experts", required=True, type=click.IntRange(min=2), help="Experts of each layer.")
-@click.option("--experts-per-token", default=2, show_default=True, type=click.IntRange(min=1), help="Experts that process each token.")
+@click.option("--experts", required=True, type=Int32Range(min=2), help="Experts of each layer.")
+@click.option("--experts-per-token", default=2, show_default=True, type=Int32Range(min=1), help="Experts that process each token.")
 @click.option(
     "--reinitialize",
     default=0.0,
     show_default=True,
-    type=click.FloatRange(0, 1),
+    type=FiniteRange(0, 1),
     help="Share of the hidden dims of each expert that is drawn anew, so that experts differ from the start (drop-upcycling).",
 )
-@click.option("--seed", default=0, show_default=True, type=click.IntRange(min=0), help="Of the routers and of what is drawn anew.")
-@click.option("--step", type=int, help="Checkpoint of a run [default: the newest valid one].")
+@click.option("--seed", default=0, show_default=True, type=Int32Range(min=0), help="Of the routers and of what is drawn anew.")
+@click.option("--step", type=Int32Range(), help="Checkpoint of a run [default: the newest valid one].")
 @click.option("--dtype", type=click.Choice(DTYPES), help="Parameter dtype [default: as stored].")
 @json_option
 def upcycle(
@@ -144,11 +144,13 @@ def upcycle(
 @click.command("to-hf")
 @click.argument("run", metavar="RUN_DIR", type=click.Path(path_type=Path))
 @click.argument("directory", metavar="HF_DIR", type=click.Path(path_type=Path))
-@click.option("--step", type=int, help="Checkpoint to export [default: the newest valid one].")
+@click.option("--step", type=Int32Range(), help="Checkpoint to export [default: the newest valid one].")
 @click.option(
     "--dtype", type=click.Choice(DTYPES), help="Dtype of the weights [default: that of the parameters; --merge, --quantize: of compute]."
 )
-@click.option("--max-shard-gb", type=float, default=5.0, show_default=True, help="Maximum size of a weights file, in GB (1e9 bytes).")
+@click.option(
+    "--max-shard-gb", type=FiniteRange(), default=5.0, show_default=True, help="Maximum size of a weights file, in GB (1e9 bytes)."
+)
 @click.option("--adapter", is_flag=True, help="Write the adapters of a run (lora.rank) as an adapter directory of peft.")
 @click.option("--merge", is_flag=True, help="Write the model of a run (lora.rank) with its adapters added to the weights.")
 @click.option("--without-mtp", is_flag=True, help="Leave out the modules of multi-token prediction (model.mtp_layers).")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ridgeline.cli.options import complete_key, json_option
+from ridgeline.cli.options import MEMBERS, FiniteRange, Int32Range, complete_key, json_option
 from ridgeline.cli.tables import Column, print_json, print_table
 
 if TYPE_CHECKING:
@@ -30,13 +30,13 @@ BENCH_ROWS = 32
     "--samples",
     "--rows",
     "samples",
-    type=click.IntRange(min=0),
+    type=Int32Range(min=0),
     default=2,
     show_default=True,
     help="Number of random rows (chat corpora: conversations) to print as text.",
 )
-@click.option("--seq-len", type=click.IntRange(min=1), help=f"Tokens per printed row [default: {SAMPLE_TOKENS}, or the packed length].")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Random seed for the choice of rows.")
+@click.option("--seq-len", type=Int32Range(min=1), help=f"Tokens per printed row [default: {SAMPLE_TOKENS}, or the packed length].")
+@click.option("--seed", type=Int32Range(min=0), default=0, show_default=True, help="Random seed for the choice of rows.")
 @click.option("--verify", is_flag=True, help="Compare the SHA-256 of every shard with the manifest.")
 @json_option
 def inspect(directory: Path, samples: int, seq_len: int | None, seed: int, verify: bool, as_json: bool) -> None:
@@ -84,13 +84,9 @@ def inspect(directory: Path, samples: int, seq_len: int | None, seed: int, verif
 @click.command()
 @click.argument("target", metavar="CONFIG|CORPUS")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=complete_key)
-@click.option(
-    "--step-ms", multiple=True, type=click.FloatRange(min=0), help="Duration of a simulated step; repeatable [default: 0 and 100]."
-)
-@click.option("--batches", type=click.IntRange(min=1), default=200, show_default=True, help="Batches per measurement.")
-@click.option(
-    "--processes", type=click.IntRange(min=1), default=1, show_default=True, help="Read the rows of process 0 out of this many processes."
-)
+@click.option("--step-ms", multiple=True, type=FiniteRange(min=0), help="Duration of a simulated step; repeatable [default: 0 and 100].")
+@click.option("--batches", type=Int32Range(min=1), default=200, show_default=True, help="Batches per measurement.")
+@click.option("--processes", type=MEMBERS, default=1, show_default=True, help="Read the rows of process 0 out of this many processes.")
 @json_option
 def bench(target: str, overrides: tuple[str, ...], step_ms: tuple[float, ...], batches: int, processes: int, as_json: bool) -> None:
     """Time the loader on CONFIG's data, or on one CORPUS directory: tokens/s, and the share of a step spent waiting.

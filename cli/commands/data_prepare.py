@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ridgeline.cli.data_options import corpus_options, overwrite_option, parse_slice, text_options, text_settings
-from ridgeline.cli.options import json_option
+from ridgeline.cli.options import Int32Range, json_option
 from ridgeline.cli.progress import prepare_progress
 from ridgeline.cli.tables import Column, print_json, print_table
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @click.command()
 @corpus_options
 @overwrite_option
-@click.option("--workers", type=int, help="Processes [default: the number of cores]. Does not change the output.")
+@click.option("--workers", type=Int32Range(), help="Processes [default: the number of cores]. Does not change the output.")
 @click.option(
     "--slice", "slice_text", metavar="I/N", help="Make only slice I (from 0) of N; then run the command without --slice to merge."
 )
@@ -80,8 +80,8 @@ def prepare(
 @text_options
 @overwrite_option
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="The tokenizer.json to write.")
-@click.option("--vocab-size", type=int, default=32768, show_default=True, help="Vocabulary size, including special tokens.")
-@click.option("--max-bytes", type=int, help="Stop reading after this much text [default: read all].")
+@click.option("--vocab-size", type=Int32Range(), default=32768, show_default=True, help="Vocabulary size, including special tokens.")
+@click.option("--max-bytes", type=click.IntRange(min=1, max=2**63 - 1), help="Stop reading after this much text [default: read all].")
 @json_option
 def train_tokenizer(
     output: Path, vocab_size: int, max_bytes: int | None, max_bad: int, overwrite: bool, as_json: bool, **text: Any

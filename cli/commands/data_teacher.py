@@ -9,7 +9,7 @@ from typing import Literal
 import click
 
 from ridgeline.cli.data_options import overwrite_option, parse_slice
-from ridgeline.cli.options import json_option, mesh_argument
+from ridgeline.cli.options import FiniteRange, Int32Range, json_option, mesh_argument
 from ridgeline.configs.errors import UserError
 
 
@@ -18,16 +18,16 @@ from ridgeline.configs.errors import UserError
 @click.argument("corpus", type=click.Path(path_type=Path))
 @mesh_argument
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Directory of the predictions.")
-@click.option("--top-k", type=click.IntRange(min=1), default=64, show_default=True, help="Most likely tokens stored per position.")
+@click.option("--top-k", type=Int32Range(min=1), default=64, show_default=True, help="Most likely tokens stored per position.")
 @click.option(
     "--temperature",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FiniteRange(min=0, min_open=True),
     default=1.0,
     show_default=True,
     help="distillation.temperature of the student.",
 )
 @click.option(
-    "--seq-len", type=click.IntRange(min=1), help="data.seq_len of the student; needed for a corpus without packed rows [default: packed]."
+    "--seq-len", type=Int32Range(min=1), help="data.seq_len of the student; needed for a corpus without packed rows [default: packed]."
 )
 @click.option("--document-masking/--no-document-masking", default=True, show_default=True, help="data.document_masking of the student.")
 @click.option(
@@ -37,8 +37,8 @@ from ridgeline.configs.errors import UserError
     show_default=True,
     help="Type of the log-probabilities.",
 )
-@click.option("--step", type=int, help="Checkpoint of the run [default: the newest valid one].")
-@click.option("--batch-size", type=click.IntRange(min=1), help="Rows at a time, rounded up to fit the mesh [default: the run's, or 8].")
+@click.option("--step", type=Int32Range(), help="Checkpoint of the run [default: the newest valid one].")
+@click.option("--batch-size", type=Int32Range(min=1), help="Rows at a time, rounded up to fit the mesh [default: the run's, or 8].")
 @click.option(
     "--slice", "slice_text", metavar="I/N", help="Write only slice I (from 0) of N; then run the command without --slice to finish."
 )

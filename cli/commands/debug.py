@@ -7,13 +7,13 @@ from pathlib import Path
 
 import click
 
-from ridgeline.cli.options import json_option, mesh_argument
+from ridgeline.cli.options import Int32Range, json_option, mesh_argument
 
 
 @click.command("nan")
 @click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
 @mesh_argument
-@click.option("--step", type=click.IntRange(min=1), help="Step to examine [default: the first whose loss or gradient was not finite].")
+@click.option("--step", type=Int32Range(min=1), help="Step to examine [default: the first whose loss or gradient was not finite].")
 @json_option
 def nan(run: Path, overrides: tuple[str, ...], step: int | None, as_json: bool) -> None:
     """Find the layer and the operation that first gave NaN or infinity in a step of RUN.

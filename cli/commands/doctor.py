@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ridgeline.cli.options import complete_key, json_option
+from ridgeline.cli.options import MEMBERS, FiniteRange, Int32Range, complete_key, json_option
 from ridgeline.cli.tables import Column, print_json, print_table
 from ridgeline.configs.errors import UserError
 from ridgeline.launch import exit_codes
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Run directory: its disk is checked, and results are written to it.")
 @click.option("--job", is_flag=True, help="Check all nodes of this job; start with srun, one task per node or per device.")
 @click.option("--quick", is_flag=True, help="Smaller and fewer measurements.")
-@click.option("--timeout", default=150.0, type=click.FloatRange(min=1), show_default=True, help="Seconds for each measurement stage.")
-@click.option("--join-timeout", default=60.0, type=click.FloatRange(min=1), show_default=True, help="Seconds to wait for other processes.")
+@click.option("--timeout", default=150.0, type=FiniteRange(min=1), show_default=True, help="Seconds for each measurement stage.")
+@click.option("--join-timeout", default=60.0, type=FiniteRange(min=1), show_default=True, help="Seconds to wait for other processes.")
 @click.option("--coordinator", metavar="HOST:PORT", help="Address of process 0, if there is no launcher.")
-@click.option("--processes", type=int, help="Number of processes, if there is no launcher.")
-@click.option("--process", type=int, help="Index of this process, if there is no launcher.")
+@click.option("--processes", type=MEMBERS, help="Number of processes, if there is no launcher.")
+@click.option("--process", type=Int32Range(), help="Index of this process, if there is no launcher.")
 @click.option("--node", help="Name of this node, if there is no launcher.")
 @json_option
 def doctor(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ridgeline.cli.options import COUNT, WHOLE, complete_key, config_arguments, software_option
+from ridgeline.cli.options import COUNT, WHOLE, Int32Range, complete_key, config_arguments, software_option
 from ridgeline.cli.printing.estimate import Result, formula_results, print_results, print_symbols, result_options
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def model(config: str, overrides: tuple[str, ...], explain: bool, as_json: bool)
     metavar="POLICY",
     help="With --params: precision policy adamw-mixed (default), adamw-float32, lion-mixed, sgd-momentum-mixed.",
 )
-@click.option("--zero", type=int, help="With --params: ZeRO stage 0, 1, 2 or 3.")
+@click.option("--zero", type=Int32Range(), help="With --params: ZeRO stage 0, 1, 2 or 3.")
 @click.option("--shards", type=WHOLE, help="With --params: number of devices that shard the state.")
 @result_options
 def memory(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from ridgeline.cli.options import json_option, made_with, mesh_argument, parse_set
+from ridgeline.cli.options import Int32Range, json_option, made_with, mesh_argument, parse_set
 from ridgeline.configs.errors import UserError
 
 
@@ -22,12 +22,12 @@ from ridgeline.configs.errors import UserError
 )
 @click.option("--tasks", metavar="NAME[,NAME]...", help="Evaluate on tasks of lm-evaluation-harness instead of sets (extra `eval`).")
 @click.option("--tasks-dir", type=click.Path(path_type=Path), help="Directory with task files of your own, for --tasks.")
-@click.option("--limit", type=click.IntRange(min=1), help="Samples per task [default: all].")
-@click.option("--step", type=int, help="Checkpoint of the run [default: the newest valid one].")
+@click.option("--limit", type=Int32Range(min=1), help="Samples per task [default: all].")
+@click.option("--step", type=Int32Range(), help="Checkpoint of the run [default: the newest valid one].")
 @click.option(
-    "--seq-len", type=click.IntRange(min=1), help="Tokens per row [default: the run's; for a Hugging Face model its maximum, up to 2,048]."
+    "--seq-len", type=Int32Range(min=1), help="Tokens per row [default: the run's; for a Hugging Face model its maximum, up to 2,048]."
 )
-@click.option("--batch-size", type=click.IntRange(min=1), help="Rows per step, rounded up to fit the mesh [default: the run's, or 8].")
+@click.option("--batch-size", type=Int32Range(min=1), help="Rows per step, rounded up to fit the mesh [default: the run's, or 8].")
 @json_option
 def evaluate(
     model: Path,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from ridgeline.cli.options import json_option, made_with, mesh_argument
+from ridgeline.cli.options import FiniteRange, Int32Range, json_option, made_with, mesh_argument
 from ridgeline.configs.errors import UserError
 
 
@@ -23,15 +23,15 @@ from ridgeline.configs.errors import UserError
 @click.option(
     "--chat", is_flag=True, help="Write prompts with the chat template: a prompt is a message of the user, or a JSON list of messages."
 )
-@click.option("--batch-size", type=click.IntRange(min=1), help="Prompts at a time [default: 32].")
-@click.option("--max-tokens", type=int, help="Maximum number of new tokens [default: 200, or what the model's length allows].")
+@click.option("--batch-size", type=Int32Range(min=1), help="Prompts at a time [default: 32].")
+@click.option("--max-tokens", type=Int32Range(), help="Maximum number of new tokens [default: 200, or what the model's length allows].")
 @click.option(
-    "--temperature", type=float, default=0.8, show_default=True, help="Sampling temperature; 0 always takes the most likely token."
+    "--temperature", type=FiniteRange(), default=0.8, show_default=True, help="Sampling temperature; 0 always takes the most likely token."
 )
-@click.option("--top-k", type=int, help="Sample from the k most likely tokens.")
-@click.option("--top-p", type=float, help="Sample from the most likely tokens whose probabilities sum to this value.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Random seed.")
-@click.option("--step", type=int, help="Checkpoint of the run [default: the newest valid one].")
+@click.option("--top-k", type=Int32Range(), help="Sample from the k most likely tokens.")
+@click.option("--top-p", type=FiniteRange(), help="Sample from the most likely tokens whose probabilities sum to this value.")
+@click.option("--seed", type=Int32Range(), default=0, show_default=True, help="Random seed.")
+@click.option("--step", type=Int32Range(), help="Checkpoint of the run [default: the newest valid one].")
 @json_option
 def generate(
     model: Path,

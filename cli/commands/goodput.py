@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from ridgeline.cli.options import json_option
+from ridgeline.cli.options import FiniteRange, json_option
 from ridgeline.cli.tables import Column, print_json, print_table
 from ridgeline.configs.format import format_count, format_duration, plural
 from ridgeline.rundir.allocations import usage
@@ -21,7 +21,7 @@ from ridgeline.rundir.startup import startup_parts
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--cluster", help="Cluster file or name, for the price per device-hour [default: the cluster RUN was submitted to].")
-@click.option("--price", "price_usd", type=click.FloatRange(min=0), help="Price of one device per hour in USD; overrides --cluster.")
+@click.option("--price", "price_usd", type=FiniteRange(min=0), help="Price of one device per hour in USD; overrides --cluster.")
 @json_option
 def goodput(run: Path, cluster: str | None, price_usd: float | None, as_json: bool) -> None:
     """Account for the wall time and the cost of RUN, a run directory, across restarts.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ridgeline.cli.options import MEMBERS
 from ridgeline.configs.errors import UserError, unknown_name
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ ALIGNED = 40
 @click.option("--model", "-m", help="A shipped model, such as llama-3.2-1b.")
 @click.option("--data", "-d", type=click.Path(path_type=Path), help="Directory written by `ridge data prepare`.")
 @click.option("--cluster", "-c", help="A shipped cluster, such as dgx-h100, or a YAML file.")
-@click.option("--nodes", "-N", type=click.IntRange(min=1), help="Nodes of the run [default: the fewest on which the model fits].")
+@click.option("--nodes", "-N", type=MEMBERS, help="Nodes of the run [default: the fewest on which the model fits].")
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="File to write [default: MODEL.yaml].")
 def init(model: str | None, data: Path | None, cluster: str | None, nodes: int | None, output: Path | None) -> None:
     """Write a commented config for a model, a corpus and a cluster.

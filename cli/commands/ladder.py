@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from ridgeline.cli.options import COUNT, config_arguments, json_option, parse_counts
+from ridgeline.cli.options import COUNT, MEMBERS, FiniteRange, Int32Range, config_arguments, json_option, parse_counts
 from ridgeline.cli.progress import print_progress
 from ridgeline.configs.errors import UserError
 
@@ -22,12 +22,12 @@ from ridgeline.configs.errors import UserError
 )
 @click.option(
     "--tokens-per-parameter",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FiniteRange(min=0, min_open=True),
     default=20.0,
     show_default=True,
     help="Tokens of each run per parameter that processes a token.",
 )
-@click.option("--repeats", type=click.IntRange(min=1), default=1, show_default=True, help="Seeds of each size; two or more show the noise.")
+@click.option("--repeats", type=Int32Range(min=1), default=1, show_default=True, help="Seeds of each size; two or more show the noise.")
 @click.option("--loss", metavar="SET|training", help="Loss to fit [default: the first evaluation set, else the training loss].")
 @click.option("--target", metavar="CONFIG", help="Config whose model to predict [default: CONFIG].")
 @click.option("--budget-flops", type=COUNT, help="Compute of the recommended model [default: that of the target].")
@@ -35,7 +35,7 @@ from ridgeline.configs.errors import UserError
 @click.option("--cluster-set", multiple=True, metavar="KEY=VALUE", help="Override a key of the cluster file; repeatable.")
 @click.option("--target-nodes", default="1", show_default=True, metavar="N[,N...]", help="Node counts to plan the target for.")
 @click.option("--calibration", metavar="FILE", help="Calibration file for the plan, from `ridge calibrate`.")
-@click.option("--nodes", "-N", type=click.IntRange(min=1), help="Train through Slurm on --cluster, on this number of nodes per run.")
+@click.option("--nodes", "-N", type=MEMBERS, help="Train through Slurm on --cluster, on this number of nodes per run.")
 @click.option("--time", "time_limit", help="Time limit of each job in Slurm's format.")
 @click.option("--no-preflight", is_flag=True, help="Start jobs without `ridge doctor`.")
 @click.option("--output", "-o", type=click.Path(path_type=Path), help="Directory of the ladder [default: runs/NAME-ladder].")

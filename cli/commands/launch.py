@@ -7,21 +7,26 @@ import sys
 
 import click
 
-from ridgeline.cli.options import config_arguments
+from ridgeline.cli.options import FiniteRange, config_arguments
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.load import load
 from ridgeline.launch import local
 from ridgeline.launch.cluster.devices import gpus_present
 from ridgeline.launch.cluster.network import free_port
 
+MOST_PROCESSES = 1024
+"""Most processes of one machine."""
+
 
 @click.command()
 @config_arguments
-@click.option("--processes", "-n", type=click.IntRange(1), required=True, help="Number of processes to start on this machine.")
+@click.option(
+    "--processes", "-n", type=click.IntRange(1, MOST_PROCESSES), required=True, help="Number of processes to start on this machine."
+)
 @click.option(
     "--grace",
     "grace_s",
-    type=click.FloatRange(0),
+    type=FiniteRange(0),
     default=local.GRACE_S,
     show_default=True,
     help="Seconds that the other processes have to exit after a failure.",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import click
 
+from ridgeline.cli.options import Int32Range
 from ridgeline.configs.errors import UserError
 
 if TYPE_CHECKING:
@@ -22,9 +23,9 @@ Log: TypeAlias = "tuple[Path, Callable[[], bool], Callable[[], str]]"
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--follow", "-f", is_flag=True, help="Print new lines as they arrive, until the job or process ends.")
-@click.option("--rank", type=click.IntRange(min=0), help="Print only the lines of this rank, without its label.")
+@click.option("--rank", type=Int32Range(min=0), help="Print only the lines of this rank, without its label.")
 @click.option("--job", help="Job id [default: the newest job of the run].")
-@click.option("--lines", "-n", type=click.IntRange(min=1), help="Print only the last N lines.")
+@click.option("--lines", "-n", type=Int32Range(min=1), help="Print only the last N lines.")
 def logs(run: Path, follow: bool, rank: int | None, job: str | None, lines: int | None) -> None:
     """Print the log of RUN's newest job: the output of the job script and of all ranks. Lines of a rank begin with its number.
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ridgeline.cli.options import config_arguments, json_option, parse_counts, software_option
+from ridgeline.cli.options import FiniteRange, Int32Range, config_arguments, json_option, parse_counts, parse_member_count, software_option
 from ridgeline.cli.tables import print_json
+from ridgeline.configs.environment import MOST, shortened
 from ridgeline.configs.errors import UserError
 
 if TYPE_CHECKING:
@@ -47,16 +47,16 @@ GB = 1e9
     show_default=True,
     help="time: earliest end. cost: least money. efficiency: most tokens/s per device.",
 )
-@click.option("--budget-usd", type=click.FloatRange(min=0, min_open=True), help="Maximum cost in USD, including failures.")
-@click.option("--deadline-days", type=click.FloatRange(min=0, min_open=True), help="Maximum duration in days, including failures.")
-@click.option("--device-hours", type=click.FloatRange(min=0, min_open=True), help="Maximum device-hours, including failures.")
+@click.option("--budget-usd", type=FiniteRange(min=0, min_open=True), help="Maximum cost in USD, including failures.")
+@click.option("--deadline-days", type=FiniteRange(min=0, min_open=True), help="Maximum duration in days, including failures.")
+@click.option("--device-hours", type=FiniteRange(min=0, min_open=True), help="Maximum device-hours, including failures.")
 @click.option(
     "--spot",
     metavar="USD@RATE",
     help="Price of a device-hour, and interruptions per node and day, of machines that may be taken back, such as 1.2@0.5.",
 )
-@click.option("--tokens", type=click.FloatRange(min=1), help="Tokens of the run [default: trainer.steps x batch size x sequence length].")
-@click.option("--top", type=click.IntRange(min=1), default=3, show_default=True, help="Number of layouts to print.")
+@click.option("--tokens", type=FiniteRange(min=1), help="Tokens of the run [default: trainer.steps x batch size x sequence length].")
+@click.option("--top", type=Int32Range(min=1), default=3, show_default=True, help="Number of layouts to print.")
 @click.option("--calibration", metavar="FILE", help="Calibration file from `ridge calibrate` [default: published rates].")
 @software_option
 @click.option("--write", metavar="FILE", type=click.Path(path_type=Path), help="Write a config with the best layout, based on CONFIG.")
@@ -207,11 +207,13 @@ def node_counts(text: str, config: Config, cluster: ClusterConfig) -> list[int]:
     """
     from ridgeline.planner.layouts import dividing_nodes
 
-    bounds = re.fullmatch(r"(\d+)-(\d+)", text.strip())
-    if bounds is None:
+    first, dash, last = text.partition("-")
+    if not dash:
         return parse_counts("--nodes", text)
-    least, most = int(bounds[1]), int(bounds[2])
-    found = sorted(nodes for nodes in dividing_nodes(config, cluster.devices_per_node, most) if nodes >= max(1, least))
+    least, most = parse_member_count(first), parse_member_count(last)
+    if least is None or most is None:
+        raise UserError(f"--nodes {shortened(text)}: must be A-B with whole numbers from 1 to {MOST}, such as 1-64")
+    found = sorted(nodes for nodes in dividing_nodes(config, cluster.devices_per_node, most) if nodes >= least)
     if not found:
         raise UserError(f"--nodes {text}: no number of nodes in this range divides data.batch_size={config.data.batch_size}")
     return found

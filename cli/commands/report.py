@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ridgeline.cli.options import FiniteRange
 from ridgeline.cli.tables import write_text
 from ridgeline.configs.errors import UserError
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 @click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="HTML file [default: report.html in or beside the first RUN].")
 @click.option("--cluster", help="Cluster file or name, for the price per device-hour [default: the cluster each RUN was submitted to].")
-@click.option("--price", "price_usd", type=click.FloatRange(min=0), help="Price of one device per hour in USD; overrides --cluster.")
+@click.option("--price", "price_usd", type=FiniteRange(min=0), help="Price of one device per hour in USD; overrides --cluster.")
 def report(runs: tuple[Path, ...], output: Path | None, cluster: str | None, price_usd: float | None) -> None:
     """Write a self-contained HTML page about RUN: verdict, curves, time and cost, timeline, diagnosis, configuration.
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ridgeline.cli.options import json_option, parse_counts
+from ridgeline.cli.options import FiniteRange, Int32Range, json_option, parse_counts
 from ridgeline.cli.progress import print_progress
 from ridgeline.configs.errors import UserError
 
@@ -29,20 +29,18 @@ if TYPE_CHECKING:
     show_default=True,
     help="Basis of the recommended scale: earliest end, least money, or parallel efficiency.",
 )
-@click.option(
-    "--repeats", type=click.IntRange(min=1), default=1, show_default=True, help="Runs of each scale; three or more show the noise."
-)
-@click.option("--warmup", "warmup_steps", type=click.IntRange(min=0), help="Steps to exclude from the speed [default: the first log line].")
-@click.option("--tokens", type=click.FloatRange(min=1), help="Tokens of the real run, to estimate its duration and cost at each scale.")
-@click.option("--per-process", type=click.IntRange(min=1), help="Virtual CPU devices per process [default: all in one process].")
+@click.option("--repeats", type=Int32Range(min=1), default=1, show_default=True, help="Runs of each scale; three or more show the noise.")
+@click.option("--warmup", "warmup_steps", type=Int32Range(min=0), help="Steps to exclude from the speed [default: the first log line].")
+@click.option("--tokens", type=FiniteRange(min=1), help="Tokens of the real run, to estimate its duration and cost at each scale.")
+@click.option("--per-process", type=Int32Range(min=1), help="Virtual CPU devices per process [default: all in one process].")
 @click.option("--cluster", "-c", help="Cluster file or name: run there through Slurm. Its links and price are used in the analysis.")
 @click.option("--cluster-set", multiple=True, metavar="KEY=VALUE", help="Override a key of the cluster file; repeatable.")
 @click.option("--time", "time_limit", help="Time limit of each job in Slurm's format.")
 @click.option("--no-preflight", is_flag=True, help="Start jobs without `ridge doctor`.")
-@click.option("--at-once", type=click.IntRange(min=1), help="Maximum number of pending and running jobs [default: all].")
+@click.option("--at-once", type=Int32Range(min=1), help="Maximum number of pending and running jobs [default: all].")
 @click.option("--predict", metavar="CLUSTER", help="Show the planner's predictions for this cluster beside the measurements.")
 @click.option("--calibration", metavar="FILE", help="Calibration file for the predictions, from `ridge calibrate`.")
-@click.option("--price", "price_usd", type=click.FloatRange(min=0), help="Price of one device per hour in USD; overrides the cluster's.")
+@click.option("--price", "price_usd", type=FiniteRange(min=0), help="Price of one device per hour in USD; overrides the cluster's.")
 @click.option("--retry", is_flag=True, help="Run failed trials again.")
 @click.option("--output", "-o", type=click.Path(path_type=Path), help="Directory of the study [default: runs/NAME-strong or -weak].")
 @json_option

@@ -7,7 +7,7 @@ import math
 
 import click
 
-from ridgeline.cli.options import config_arguments, json_option
+from ridgeline.cli.options import MEMBERS, config_arguments, json_option
 from ridgeline.cli.tables import Column, print_json, print_table
 
 
@@ -15,7 +15,7 @@ from ridgeline.cli.tables import Column, print_json, print_table
 @config_arguments
 @click.option(
     "--devices",
-    type=click.IntRange(min=1),
+    type=MEMBERS,
     help="Number of devices [default: the product of the mesh axes, or the devices of this machine].",
 )
 @json_option

@@ -6,8 +6,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ridgeline.cli.options import COUNT_OR_ZERO, DAYS, DURATION, DURATION_OR_ZERO, config_arguments, json_option, software_option
+from ridgeline.cli.options import (
+    COUNT_OR_ZERO,
+    DAYS,
+    DURATION,
+    DURATION_OR_ZERO,
+    MEMBERS,
+    Int32Range,
+    config_arguments,
+    json_option,
+    software_option,
+)
 from ridgeline.cli.tables import print_json
+from ridgeline.configs.environment import MOST
 
 if TYPE_CHECKING:
     from ridgeline.configs.cluster import ClusterConfig
@@ -20,15 +31,13 @@ if TYPE_CHECKING:
 @click.option(
     "--cluster-set", multiple=True, metavar="KEY=VALUE", help="Override a key of the cluster file, such as slurm.max_restarts=500."
 )
-@click.option("--nodes", "-N", type=click.IntRange(min=1), required=True, help="Nodes of the job.")
+@click.option("--nodes", "-N", type=MEMBERS, required=True, help="Nodes of the job.")
 @click.option("--days", type=DAYS, help="Days of steps, without any loss [default: trainer.steps].")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the random numbers.")
+@click.option("--seed", type=Int32Range(min=0), default=0, show_default=True, help="Seed of the random numbers.")
 @click.option("--trials", type=click.IntRange(min=2, max=5000), default=200, show_default=True, help="Number of simulated campaigns.")
 @click.option("--objective", type=click.Choice(["cost", "time"]), default="cost", show_default=True, help="What the best choice minimizes.")
 @click.option("--interval", "interval_s", type=DURATION, help="Time between saves, such as 10m [default: the best].")
-@click.option(
-    "--spares", type=click.IntRange(min=0, max=1_000_000), help="Nodes that replace a lost one at once [default: the best number]."
-)
+@click.option("--spares", type=click.IntRange(min=0, max=MOST), help="Nodes that replace a lost one at once [default: the best number].")
 @click.option(
     "--tier",
     type=click.Choice(["shared", "local"]),

@@ -6,14 +6,14 @@ from typing import Any
 
 import click
 
-from ridgeline.cli.options import config_arguments, job_options, json_option
+from ridgeline.cli.options import MEMBERS, config_arguments, job_options, json_option
 from ridgeline.cli.slurm import print_findings, read_cluster
 from ridgeline.cli.tables import print_json
 
 
 @click.command()
 @config_arguments
-@click.option("--nodes", "-N", type=click.IntRange(min=1), required=True, help="Number of nodes.")
+@click.option("--nodes", "-N", type=MEMBERS, required=True, help="Number of nodes.")
 @job_options()
 @click.option("--no-preflight", is_flag=True, help="Do not run `ridge doctor` before training.")
 @json_option

@@ -8,15 +8,15 @@ from typing import Any
 import click
 
 from ridgeline.cli.data_options import corpus_options, text_settings
-from ridgeline.cli.options import job_options, json_option
+from ridgeline.cli.options import MEMBERS, Int32Range, job_options, json_option
 from ridgeline.cli.slurm import print_findings, read_cluster
 from ridgeline.cli.tables import print_json
 from ridgeline.configs.errors import UserError
 
 
 @click.command("submit-data")
-@click.option("--slices", type=click.IntRange(min=1), required=True, help="Tasks of the job array; each makes a slice of the shards.")
-@click.option("--cores", type=click.IntRange(min=1), help="Cores per task [default: slurm.cpus_per_task, or all cores of a node].")
+@click.option("--slices", type=MEMBERS, required=True, help="Tasks of the job array; each makes a slice of the shards.")
+@click.option("--cores", type=Int32Range(min=1), help="Cores per task [default: slurm.cpus_per_task, or all cores of a node].")
 @job_options()
 @json_option
 @corpus_options

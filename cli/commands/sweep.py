@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ridgeline.cli.options import FAILED_CHECK, job_options, json_option
+from ridgeline.cli.options import FAILED_CHECK, MEMBERS, job_options, json_option
 from ridgeline.cli.progress import print_progress
 from ridgeline.cli.slurm import print_findings, print_sweep, read_cluster
 from ridgeline.cli.tables import print_json
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 @click.argument("sweep", metavar="SWEEP.yaml", type=click.Path(path_type=Path))
 @click.option("--table", is_flag=True, help="Print the results so far; submit nothing.")
 @click.option("--local", is_flag=True, help="Train the points on this machine, one after another.")
-@click.option("--nodes", "-N", type=click.IntRange(min=1), default=1, show_default=True, help="Number of nodes per point.")
+@click.option("--nodes", "-N", type=MEMBERS, default=1, show_default=True, help="Number of nodes per point.")
 @job_options(cluster_required=False)
 @click.option("--no-preflight", is_flag=True, help="Do not run `ridge doctor` before training.")
 @json_option

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from ridgeline.cli.options import complete_config, complete_key
+from ridgeline.cli.options import MEMBERS, Int32Range, complete_config, complete_key
 from ridgeline.configs.environment import shortened
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.load import load
@@ -42,10 +42,13 @@ SUMMARY_LOG_BYTES = 64 << 20
 @click.argument("config", type=click.Path(path_type=Path), shell_complete=complete_config)
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=complete_key)
 @click.option("--coordinator", metavar="HOST:PORT", help="Address of process 0, if there is no launcher.")
-@click.option("--processes", type=int, help="Number of processes, if there is no launcher.")
-@click.option("--process", type=int, help="Index of this process, if there is no launcher.")
+@click.option("--processes", type=MEMBERS, help="Number of processes, if there is no launcher.")
+@click.option("--process", type=Int32Range(), help="Index of this process, if there is no launcher.")
 @click.option(
-    "--from-step", type=int, metavar="N", help="Restart from the checkpoint of step N. Later checkpoints are set aside, not deleted."
+    "--from-step",
+    type=Int32Range(),
+    metavar="N",
+    help="Restart from the checkpoint of step N. Later ones are set aside, not deleted.",
 )
 def train(
     config: Path, overrides: tuple[str, ...], coordinator: str | None, processes: int | None, process: int | None, from_step: int | None

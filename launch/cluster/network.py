@@ -8,6 +8,8 @@ import os
 import socket
 from collections.abc import Iterable
 
+from ridgeline.configs.environment import is_number
+
 LOOPBACK = "127.0.0.1"
 FIRST_PORT, LAST_PORT = 61_000, 65_535
 """Above Linux's ephemeral ports (up to 60,999), so no outgoing connection uses one of these."""
@@ -72,7 +74,7 @@ def split_port(text: str) -> tuple[str, int] | None:
     """Split HOST:PORT or [IPV6]:PORT; None for anything else."""
     host, _, port = text.rpartition(":")
     host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+    if not host or not is_number(port) or len(port) > 5 or not 0 < int(port) < 65536:
         return None
     return host, int(port)
 

@@ -16,7 +16,7 @@ POLL_S = 0.5
 READ_BYTES = 16 << 20
 """Most bytes read at once."""
 QUERY_EVERY_S = 10.0
-_LABEL = re.compile(r" *(\d+): ?(.*\n?)", re.DOTALL)
+_LABEL = re.compile(r" *0*(\d+): ?(.*\n?)", re.DOTALL)
 
 
 def log_file(run_dir: Path, records: Sequence[JobRecord], job: str | None) -> tuple[Path, JobRecord]:
@@ -36,7 +36,7 @@ def of_rank(lines: Iterator[str], rank: int | None) -> Iterator[str]:
     for line in lines:
         if rank is None:
             yield line
-        elif (match := _LABEL.fullmatch(line)) and int(match[1]) == rank:
+        elif (match := _LABEL.fullmatch(line)) and match[1] == str(rank):
             yield match[2]
 
 

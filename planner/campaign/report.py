@@ -15,6 +15,9 @@ from ridgeline.planner.campaign.trials import expected_events, simulate
 MOST_EVENTS_EXPECTED = 50_000
 """Expected interruptions of one campaign up to which it is simulated: about a minute of one core with 200 trials."""
 
+MOST_IN_REPAIR = 10_000
+"""Nodes in repair at a time, in the mean, up to which a campaign is simulated: about 300 MB with 200 trials."""
+
 
 @dataclass(frozen=True)
 class Wanted:
@@ -102,12 +105,18 @@ def make_report(found: Inputs, wanted: Wanted, *, objective: Objective, trials: 
 
 
 def _check(made: Campaign, wanted: Wanted) -> None:
-    """Raise UserError for a campaign of too many events, and an interval shorter than a save takes."""
+    """Raise UserError for a campaign of too many events or nodes in repair, and an interval shorter than a save takes."""
     if (events := expected_events(made)) > MOST_EVENTS_EXPECTED:
         days = made.work_s / 86400
         raise UserError(
             f"{days:.4g} days of steps have {events:,.0f} interruptions; at most {MOST_EVENTS_EXPECTED:,} are simulated: "
             f"--days {float(f'{days * MOST_EVENTS_EXPECTED / events:.2g}'):g}"
+        )
+    sent_per_s = made.replaced_per_s + made.straggler_per_s
+    if (away := sent_per_s * made.repair_s) > MOST_IN_REPAIR:
+        raise UserError(
+            f"{away:.3g} nodes would be in repair at a time; at most {MOST_IN_REPAIR:,} are simulated: "
+            f"--repair {MOST_IN_REPAIR / sent_per_s / 86400:.2g}d"
         )
     least_s = least_interval_s(made, wanted.tier or "shared")
     if wanted.interval_s is not None and wanted.interval_s < least_s:

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
-from collections.abc import Callable
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import click
 import pytest
 from ruamel.yaml import YAML
 
-from ridgeline.cli.main import run
+from ridgeline.cli.data_options import parse_slice
+from ridgeline.cli.main import ridge, run
+from ridgeline.configs.environment import MOST
+from ridgeline.configs.errors import UserError
 from ridgeline.launch.exit_codes import DONE, USAGE
+from ridgeline.launch.slurm.logs import of_rank
+from ridgeline.launch.slurm.units import parse_memory_bytes, parse_time_s
 from ridgeline.loaders.prepare import PrepareSettings, prepare
 
 Write = Callable[..., str]
@@ -181,3 +191,81 @@ def test_hugging_face_directories_with_missing_tensors_are_named(tmp_path: Path,
     (source / "config.json").write_text(json.dumps(fields))
     save_file({"transformer.wte.weight": np.zeros((10, 4), np.float32)}, source / "model.safetensors")
     assert "wpe" in refused(capsys, "convert", "from-hf", str(source), "--output", str(tmp_path / "out"))
+
+
+def commands(group: click.Group, names: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    """Yield every command with its words."""
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command is not None
+        if isinstance(command, click.Group):
+            yield from commands(command, (*names, name))
+        else:
+            yield (*names, name), command
+
+
+COUNTED = ("nodes", "devices", "processes", "slices", "target_nodes")
+"""Options for which time and memory grow with the number."""
+HUGE = ["9" * 20, "9" * 5000, "1-" + "9" * 20, "1-" + "9" * 5000, "1,2," + "9" * 20, "²", "1-²", "-", "1-", ""]
+
+
+def test_huge_numbers_of_nodes_devices_and_processes_are_refused_at_once(capsys: pytest.CaptureFixture) -> None:
+    bounded = set()
+    for words, command in commands(ridge):
+        for option in command.params:
+            if option.name in COUNTED and isinstance(option.type, click.IntRange):
+                bounded.add((*words, option.name))
+                assert option.type.max is not None and option.type.max <= MOST, (words, option.name)
+    assert {words[0] for words in bounded} >= {"simulate", "submit", "compile", "launch", "train", "doctor"}
+    begin_s = time.thread_time()
+    for number in HUGE:
+        for arguments in (
+            ["plan", "models/llama-3.2-1b", "--cluster", "dgx-h100", "--nodes", number],
+            ["simulate", "models/llama-3.2-1b", "--cluster", "dgx-h100", "--days", "1", "--nodes", number],
+            ["launch", "models/llama-3.2-1b", "--processes", number],
+            ["scale", "models/llama-3.2-1b", "--devices", number],
+        ):
+            refused(capsys, *arguments)
+        with pytest.raises(UserError, match="must be I/N"):
+            parse_slice(f"{number}/{number}")
+    assert time.thread_time() - begin_s < 20
+
+
+def test_every_number_on_the_command_line_is_finite_and_bounded() -> None:
+    tried = 0
+    for words, command in commands(ridge):
+        for option in command.params:
+            if isinstance(option.type, click.types.IntParamType | click.types.FloatParamType):
+                tried += 1
+                for text in ("inf", "nan", "1e400", "9" * 20, "-" + "9" * 20, "9" * 400, "9" * 5000, "-" + "9" * 5000, "²"):
+                    try:
+                        number = option.type.convert(text, option, None)
+                    except click.BadParameter:
+                        continue
+                    whole = isinstance(option.type, click.types.IntParamType)
+                    assert abs(number) <= (2**63 - 1 if whole else 1e25), (words, option.name, text)
+    assert tried > 80
+
+
+@pytest.mark.parametrize("text", ["9" * 5000, "9" * 5000 + ":00", "1-" + "9" * 5000])
+def test_times_and_sizes_of_slurm_with_too_many_digits_are_refused(text: str) -> None:
+    for parse in (parse_time_s, parse_memory_bytes):
+        with pytest.raises(UserError, match="is not a Slurm") as refusal:
+            parse(text, "--time")
+        assert len(str(refusal.value)) < 300
+
+
+def test_a_label_of_any_length_in_a_log_is_read() -> None:
+    lines = ["9" * 5000 + ": a\n", "²: b\n", " 3: c\n", "03: d\n", "0: e\n", "00: f\n"]
+    assert [list(of_rank(iter(lines), rank)) for rank in (3, 0)] == [["c\n", "d\n"], ["e\n", "f\n"]]
+
+
+@pytest.mark.parametrize(("variable", "override"), [("bogus", "auto"), ("rocm", "auto"), ("", "rocm")])
+def test_a_platform_that_is_not_there_is_named(variable: str, override: str, write: Write, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ridgeline", "train", write(), f"runtime.platform={override}"]
+    done = subprocess.run(command, env={**os.environ, "JAX_PLATFORMS": variable}, capture_output=True, text=True, check=False)
+    assert done.returncode == USAGE, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("ridge: error: ")]
+    assert f"'{variable or override}' (runtime.platform, or JAX_PLATFORMS)" in line and "Traceback" not in done.stderr
+    assert not (tmp_path / "run").exists()

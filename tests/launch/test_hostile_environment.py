@@ -10,11 +10,16 @@ from collections.abc import Mapping
 import pytest
 
 from ridgeline.cli.commands.train import GRACE, _grace_s
+from ridgeline.configs.environment import MOST
 from ridgeline.configs.errors import UserError
+from ridgeline.configs.load import load
 from ridgeline.configs.schema import RuntimeConfig
 from ridgeline.launch.cluster import slurm
 from ridgeline.launch.cluster.detect import LOCAL_PROCESS, LOCAL_PROCESSES, describe, summary
+from ridgeline.launch.cluster.network import split_port
 from ridgeline.launch.cluster.slurm_nodes import expand
+from ridgeline.launch.environment import PINNED_LIMIT, Host, choose
+from ridgeline.observe.clocks import visible
 from ridgeline.rundir.bad_nodes import node_name, restarts_without_them
 from ridgeline.rundir.lease import this_process
 from tests.launch.test_cluster_detect import step
@@ -166,3 +171,18 @@ def test_any_variables_give_a_cluster_or_one_line(monkeypatch: pytest.MonkeyPatc
         except UserError:
             continue
         assert grace_s is not None and 0 <= grace_s < float("inf"), text
+
+
+def test_numbers_within_values_are_whole_numbers_or_refused() -> None:
+    config = load("quickstart", []).config
+    for number in NUMBERS:
+        size = int(number) if number.isascii() and number.isdigit() and len(number) < 30 else None
+        assert split_port(f"node01:{number}") == (("node01", size) if size is not None and 0 < size < 65536 else None), number
+        assert visible({0: "GPU-a", 3: "GPU-b"}, number) == ([size] if size in (0, 3) else []), number
+        if size is None or not 158 <= size <= MOST:
+            with pytest.raises(UserError) as refused:
+                choose(Host(None, "9.9", None, 158), config, {PINNED_LIMIT: number}, lambda flags: [])
+            assert "\n" not in str(refused.value) and len(str(refused.value)) < 500, number
+        else:
+            (kept,) = choose(Host(None, "9.9", None, 158), config, {PINNED_LIMIT: number}, lambda flags: [])
+            assert kept.value == number

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from ridgeline.configs.cluster import ClusterConfig, cluster_names, load_cluster
+from ridgeline.configs.errors import UserError
 from ridgeline.configs.load import load
 from ridgeline.configs.schema import Config
 from ridgeline.launch.slurm import filesystems, lint
@@ -257,3 +258,23 @@ def test_numbers_of_nodes_without_a_layout_are_named_before_the_queue() -> None:
     (limit,) = errors(findings(nodes=4, cluster_set=("slurm.max_nodes=4",), overrides=("elastic.spares=1",)))
     assert limit == "elastic.spares=1: --nodes 4 and spares exceed 4 nodes (slurm.max_nodes)"
     assert len(warnings(findings(nodes=32, overrides=("data.batch_size=128", "elastic.min_nodes=1")))) == lint.SHOWN + 1
+
+
+@pytest.mark.parametrize(
+    ("nodes", "overrides", "wrong"),
+    [
+        (16, ("data.batch_size=4",), "data.batch_size: 4 rows per microbatch .* do not divide by mesh.fsdp=64 .*"),
+        (3, (), "mesh.fsdp: model.embed_dim=2048 does not divide by mesh.fsdp=12 .*"),
+        (2, ("mesh.fsdp=4",), "mesh.fsdp=4 does not match 8 devices; .*"),
+        (2, ("mesh.fsdp=1", "mesh.tensor=-1", "model.num_heads=12", "model.num_kv_heads=4", "model.head_dim=64"), "mesh.tensor: .*"),
+        (2, ("mesh.fsdp=1", "mesh.context=-1", "data.seq_len=1028"), "mesh.context: .*"),
+    ],
+)
+def test_an_elastic_job_with_a_mesh_that_does_not_fit_is_refused_as_any_other(nodes: int, overrides: tuple[str, ...], wrong: str) -> None:
+    fixed, elastic = (errors(findings(nodes=nodes, overrides=(*overrides, *more))) for more in ((), ("elastic.min_nodes=1",)))
+    assert fixed == elastic
+    assert len(fixed) == 1 and re.match(wrong, fixed[0]), fixed
+    site = load_cluster("mn5-acc", []).config
+    config = load("models/llama-3.2-1b", ["run_dir=/gpfs/runs/r", "data.batch_size=64", *overrides, "elastic.min_nodes=1"]).config
+    with pytest.raises(UserError):
+        elastic_job(config, site, job_shape(site, nodes, None))

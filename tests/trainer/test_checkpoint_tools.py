@@ -15,6 +15,7 @@ import pytest
 from orbax.checkpoint import v1 as ocp
 
 from ridgeline.cli import main as cli
+from ridgeline.configs.errors import UserError
 from ridgeline.configs.schema import Config
 from ridgeline.loaders.prepare import PrepareSettings, prepare
 from ridgeline.rundir.directory import read_metrics
@@ -134,6 +135,30 @@ def test_a_lost_run_directory_comes_back_from_the_store(
     config = make_config(corpus, tmp_path / "run")
     train(config, command=["test"])
     assert equal(arrays(newest(config)), arrays(newest(whole)))
+
+
+@pytest.mark.parametrize("place", ["run", "run/checkpoints/", "run/copies", "run/../link", "link/checkpoints", "elsewhere", "elsewhere/a"])
+def test_copies_within_the_run_itself_are_refused(
+    place: str, whole: Config, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also through links: there the copy would be the checkpoint itself, or be lost with it."""
+    run = stopped_at_4(whole, tmp_path / "run")
+    (run / "checkpoints").rename(tmp_path / "elsewhere")
+    (run / "checkpoints").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "link").symlink_to(run)
+    before = sorted(tmp_path.rglob("*"))
+    assert "is in the run directory" in called(capsys, "copy", run, f"file://{tmp_path}/{place}", code=2)
+    assert sorted(tmp_path.rglob("*")) == before
+    with pytest.raises(UserError, match="is in the run directory"):
+        train(make_config(corpus, run, copy_to=f"file://{tmp_path}/{place}"), command=["test"])
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_restore_without_a_checkpoint_fails(exists: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if exists:
+        (tmp_path / "store").mkdir()
+    assert "has no complete checkpoint" in called(capsys, "copy", f"file://{tmp_path}/store", tmp_path / "run", code=2)
+    assert not (tmp_path / "run").exists()
 
 
 def test_an_interrupted_copy_continues_and_damage_in_the_store_is_replaced(whole: Config, capsys: pytest.CaptureFixture[str]) -> None:

@@ -161,6 +161,8 @@ def test_a_norm_that_overflows_has_finite_gradients_and_a_finite_step_has_no_fin
     train(sound, command=["test"])
     with pytest.raises(UserError, match="of every step were finite"):
         api.find_nan(sound.directory)
+    with pytest.raises(UserError, match=r"--step 4: the run has trainer.steps=3"):
+        api.find_nan(sound.directory, 4, overrides=ALONE)
     found = api.find_nan(sound.directory, 3, overrides=ALONE)
     assert (found.what, found.from_step) == ("", 2)
 

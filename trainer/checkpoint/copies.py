@@ -36,7 +36,7 @@ class Copies:
       emit: receives checkpoint_copied and checkpoint_copy_failed.
       guard: called before each copy (Lease.check).
 
-    Raises UserError when the URL cannot be used: a package is missing, or it is another run's.
+    Raises UserError when the URL cannot be used: a package is missing, or it is in the run directory.
     """
 
     def __init__(
@@ -53,6 +53,7 @@ class Copies:
         self._run, self._run_id, self._config = run, run_id, config
         self._log, self._emit, self._guard = log, emit, guard
         self._store = Store(config.copy_to)
+        self._store.refuse_within(run)
         self._changed = threading.Condition()
         self._wanted = True
         self._saved: int | None = None

@@ -151,6 +151,14 @@ class Store:
             return {}
         return found if isinstance(found, dict) else {}
 
+    def refuse_within(self, run: Path) -> None:
+        """Raise UserError when the URL is in a run directory or its checkpoints: the copy would be the checkpoint, or be lost with it."""
+        if not self._has_directories:
+            return
+        root = Path(self._root).resolve()
+        if any(root.is_relative_to(own.resolve()) for own in (run, run / "checkpoints")):
+            raise UserError(f"{self.url} is in the run directory {run}: choose a place outside of it")
+
     def claim(self, run: str) -> None:
         """Mark the URL as that of a run. Raises UserError when it is another run's."""
         owner = self.owner()
