@@ -214,11 +214,25 @@ def run(arguments: Sequence[str]) -> int:
             raise
         _print_error(str(error))
         return USAGE
+    except ValueError as error:
+        if not _raised_in(error, "jax._src.config") or os.environ.get("RIDGE_DEBUG") == "1":
+            raise
+        names = ", ".join(sorted(name for name in os.environ if name.startswith("JAX_")))
+        _print_error(f"JAX does not accept one of these environment variables: {names}: {error}")
+        return USAGE
     except OSError as error:
         if error.filename is None or os.environ.get("RIDGE_DEBUG") == "1":
             raise
         _print_error(f"{os.fsdecode(error.filename)}: {error.strerror}")
         return USAGE
+
+
+def _raised_in(error: Exception, module: str) -> bool:
+    """Return whether an error was raised in a module."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    return last is not None and last.tb_frame.f_globals.get("__name__") == module
 
 
 def _stop_early(number: int, frame: types.FrameType | None) -> NoReturn:

@@ -269,3 +269,15 @@ def test_a_platform_that_is_not_there_is_named(variable: str, override: str, wri
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("ridge: error: ")]
     assert f"'{variable or override}' (runtime.platform, or JAX_PLATFORMS)" in line and "Traceback" not in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("JAX_ENABLE_X64", "maybe"), ("JAX_NUM_CPU_DEVICES", "many"), ("JAX_DEFAULT_MATMUL_PRECISION", "exact")]
+)
+def test_a_variable_that_jax_does_not_accept_is_named_in_one_line(name: str, value: str) -> None:
+    command = [sys.executable, "-m", "ridgeline", "train", "quickstart"]
+    done = subprocess.run(command, env={**os.environ, name: value}, capture_output=True, text=True, check=False)
+    assert done.returncode == USAGE, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if "error" in line]
+    assert line.startswith("ridge: error: ") and name in line and value in line
+    assert "Traceback" not in done.stderr
