@@ -185,18 +185,23 @@ class StepMemory(LiveBuffers):
         most, in which what two layers kept is freed; with layers left over, these are the two. Where a layer waits for its input from host
         memory and 8-bit matmuls are short, those of two layers are pending. In the turn before the last one, what all of these kept is
         freed, and one more layer's weight gradients are pending.
+
+        relaid: of stacks that are copied to another layout, where each kind of layers has its own. A copy is made as the value of the last
+        turn is written into it, in the backward pass of that layer: until then these values are not freed. Where no layer is recomputed,
+        the first copy is made when what the last layer kept has been freed.
         """
         layers = self.local.model.num_layers
         kept = self.saved.bytes // layers
         second_layer = self.local.config.compute.remat.policy in FROM_BLOCK_INPUTS
-        freed = 2 * kept if second_layer else 0
+        freed = 2 * kept if second_layer else min(0, kept - relaid // self.local.model.layer_period)
         waits = second_layer and offloads_inputs(self.local) and self.local.config.precision.eight_bit
-        first = self.backward(relaid=relaid, layers=int(second_layer) + waits)
+        first = self.backward(layers=int(second_layer) + waits)
         first |= {"activations": replace(self.saved, bytes=self.saved.bytes + self.turn.not_stacked(self.saved.bytes) - freed)}
         if not self.turn.left_over:
             return first
-        second = self.backward(relaid=relaid, layers=self.turn.pending + 1)
-        second |= {"activations": replace(self.saved, bytes=kept * (layers - self.turn.left_over))}
+        second = self.backward(layers=self.turn.pending + 1)
+        late = self.local.model.layer_period - 2 if relaid else 0
+        second |= {"activations": replace(self.saved, bytes=kept * (layers - self.turn.left_over + late))}
         return max(first, second, key=lambda parts: sum(part.bytes for part in parts.values()))
 
     def backward(self, *, relaid: int = 0, late: bool = False, layers: int | None = None, at_end: int = 0, delayed: int = 0) -> Components:
@@ -429,12 +434,16 @@ class StepMemory(LiveBuffers):
             # the gradient of gate or up, which is quantized next, and the input of down, one byte each
             of_mlp += local.hidden_bytes + local.hidden_bytes // local.compute_itemsize
         else:
-            if self.turn.in_order:
+            if self.turn.in_order and local.tensor > 1:  # gathered: the MLP's input, and the gradient of its result, also transposed
+                of_attention = local.stream_bytes + local.query_bytes + local.context_bytes + 2 * local.key_bytes
+                again = recomputed(model, local.config.compute.remat).attention_update
+                streams = 3 * local.stream_bytes + 4 * local.cut_stream_bytes + (of_attention if again else 0)
+            elif self.turn.in_order:
                 streams -= local.stream_bytes  # no final hidden states, and the gradient of the results is that of the stream
             else:
                 streams += local.stream_bytes * 2 // local.compute_itemsize  # final hidden states are float32
             if model.activation == "gelu_tanh" and self.turn.in_order:
-                of_mlp += local.hidden_bytes
+                of_mlp += local.hidden_bytes if local.tensor == 1 else 0
             elif model.activation == "gelu_tanh" and not self.in_loop:  # so in the heaps of Gemma 2 and 3
                 of_mlp += 4 * local.hidden_bytes // local.compute_itemsize  # tanh, float32
         return [("its MLP", others + of_mlp, streams, 2 * local.mlp_matrix * local.matrix_itemsize, down, mask)]

@@ -467,9 +467,28 @@ CLOSE = {
     ("models/deepseek-v3-671b", "offload"): {START: 0.025, "optimizer": 0.02},
     ("models/deepseek-v2-lite", "none"): {"loss": 0.012, START: 0.012, BACKWARD: 0.045},
     ("models/qwen3-1.7b", "offload"): {"loss": 0.02, START: 0.035, BACKWARD: 0.035, "last layer of the backward pass": 0.035},
+    ("models/gemma3-4b", "names", "tensor"): {"loss": 0.03, START: 0.012, BACKWARD: 0.02, WHOLE: 0.012},
+    ("models/gemma3-12b", "names", "tensor"): {
+        "loss": 0.03,
+        START: 0.012,
+        BACKWARD: 0.012,
+        "last layer of the backward pass": 0.02,
+        WHOLE: 0.012,
+    },
+    ("models/gemma2-9b", "names", "tensor"): {
+        "loss": 0.012,
+        START: 0.015,
+        BACKWARD: 0.015,
+        "last layer of the backward pass": 0.03,
+        WHOLE: 0.015,
+    },
+    ("models/gemma3-4b", "full", "tensor"): {"loss": 0.045, START: 0.015, BACKWARD: 0.025, WHOLE: 0.012},
+    ("models/gemma3-4b", "none", "tensor"): {"loss": 0.012, START: 0.012, WHOLE: 0.02},
+    ("models/gemma2-9b", "none", "tensor"): {"loss": 0.012, START: 0.012, BACKWARD: 0.015, WHOLE: 0.012},
+    ("models/gemma3-4b", "dots", "tensor"): {"loss": 0.012, START: 0.035, BACKWARD: 0.03, WHOLE: 0.035},
 }
-"""Model and policy, and length of the rows where several have both -> points whose sum of components is planned closely, and how closely;
-at other points of these steps less is live than planned, or the plan is known to be off."""
+"""Model and policy, and where several have both the length of the rows or a mesh with tensor -> points whose sum of components is planned
+closely, and how closely; at other points of these steps less is live than planned, or the plan is known to be off."""
 
 
 def test_the_components_at_a_point_sum_to_the_heap_there():
@@ -478,7 +497,8 @@ def test_the_components_at_a_point_sum_to_the_heap_there():
     for case in HEAPS:
         resolved = load(case["config"], case["overrides"]).config
         key = (case["config"], resolved.compute.remat.policy)
-        key = of_length if (of_length := (*key, resolved.data.seq_len)) in CLOSE else key
+        several = (*key, resolved.data.seq_len), (*key, "tensor" if "tensor" in case["mesh"] else "")
+        key = next((longer for longer in several if longer in CLOSE), key)
         local = LocalSizes.of(resolved, dict.fromkeys(MESH_AXES, 1) | case["mesh"])
         backend = local.attention_backend()
         planned = StepMemory(local, backend, True, True, units_in_flight(local, backend)).points()
