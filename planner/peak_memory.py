@@ -15,7 +15,7 @@ from ridgeline.configs.remat import POLICIES
 from ridgeline.planner import eight_bits
 from ridgeline.planner.activations import Component, attention_workspace, mask_bytes, offloads_inputs, relaid_bytes, saved_arrays
 from ridgeline.planner.live_buffers import DELAYED, LiveBuffers
-from ridgeline.planner.local import muon_layers
+from ridgeline.planner.local import LocalSizes, muon_layers
 from ridgeline.planner.optimizer_state import optimizer_state
 from ridgeline.planner.parameters import matmul_weights
 from ridgeline.planner.recompute import recomputed
@@ -232,6 +232,8 @@ class StepMemory(LiveBuffers):
         if reducing and self.reduces_in_turn:
             reducing = 2 * reducing // self.sharded.fsdp  # the sums over fsdp, and together as they are summed over the other axes
         reducing += self.turned_gradients() if reducing else 0
+        # with fsdp they are small, and the weights of the next turn are counted, of which those of a layer are gone
+        reducing += self.turn.reduced_gradients(self.sharded.fsdp) if self.reduced and local.fsdp == 1 else 0
         left_over = self.turn.left_over if late and (self.turn.layers > 1 or self.turn.in_order) else 0  # their backward pass is over
         return {
             "activations": replace(self.saved, bytes=self.saved.bytes - left_over * self.saved.bytes // local.model.num_layers),
@@ -429,24 +431,37 @@ class StepMemory(LiveBuffers):
         if others < 0 or model.moe is not None or not inputs:
             return []
         others *= self.turn.before_weight_gradients() // self.turn.layers
-        streams = 6 * local.stream_bytes + local.query_bytes + local.context_bytes + 2 * local.key_bytes
-        if local.config.precision.eight_bit:
+        matrices, narrow = 2 * local.mlp_matrix * local.matrix_itemsize, local.config.precision.eight_bit
+        if narrow:
             # the gradient of gate or up, which is quantized next, and the input of down, one byte each
             of_mlp += local.hidden_bytes + local.hidden_bytes // local.compute_itemsize
-        else:
-            if self.turn.in_order and local.tensor > 1:  # gathered: the MLP's input, and the gradient of its result, also transposed
-                of_attention = local.stream_bytes + local.query_bytes + local.context_bytes + 2 * local.key_bytes
-                again = recomputed(model, local.config.compute.remat).attention_update
-                streams = 3 * local.stream_bytes + 4 * local.cut_stream_bytes + (of_attention if again else 0)
-            elif self.turn.in_order:
-                streams -= local.stream_bytes  # no final hidden states, and the gradient of the results is that of the stream
-            else:
-                streams += local.stream_bytes * 2 // local.compute_itemsize  # final hidden states are float32
-            if model.activation == "gelu_tanh" and self.turn.in_order:
-                of_mlp += local.hidden_bytes if local.tensor == 1 else 0
-            elif model.activation == "gelu_tanh" and not self.in_loop:  # so in the heaps of Gemma 2 and 3
-                of_mlp += 4 * local.hidden_bytes // local.compute_itemsize  # tanh, float32
-        return [("its MLP", others + of_mlp, streams, 2 * local.mlp_matrix * local.matrix_itemsize, down, mask)]
+        if self.turn.in_order and local.tensor > 1:
+            return [("its MLP", others + hidden, streams, matrices, down, mask) for hidden, streams in self._mlp_in_order(of_mlp)]
+        streams = 6 * local.stream_bytes + local.query_bytes + local.context_bytes + 2 * local.key_bytes
+        if self.turn.in_order and not narrow:
+            streams -= local.stream_bytes  # no final hidden states, and the gradient of the results is that of the stream
+        elif not narrow:
+            streams += local.stream_bytes * 2 // local.compute_itemsize  # final hidden states are float32
+        if model.activation == "gelu_tanh" and self.turn.in_order and not narrow:
+            of_mlp += local.hidden_bytes
+        elif model.activation == "gelu_tanh" and not self.in_loop and not narrow:  # so in the heaps of Gemma 2 and 3
+            of_mlp += 4 * local.hidden_bytes // local.compute_itemsize  # tanh, float32
+        return [("its MLP", others + of_mlp, streams, matrices, down, mask)]
+
+    def _mlp_in_order(self, of_mlp: int) -> list[tuple[int, int]]:
+        """Return the sizes of hidden activations and of streams at two points in the MLP of an ordered layer over tensor.
+
+        First when the gradient of its result is gathered, which is transposed next (of_mlp: hidden activations there); then when the
+        gradients of its input by gate and by up are summed, which is scattered next. Also gathered: its input, and where attention is
+        recomputed that of attention, with queries, keys, values and the result. Sharded: inputs of the norms, their gradients.
+        """
+        local = self.local
+        gates, operands = 2 if local.model.gated_mlp else 1, eight_bits.one_byte if local.config.precision.eight_bit else _whole
+        inputs = local.stream_bytes + 4 * local.cut_stream_bytes
+        if recomputed(local.model, local.config.compute.remat).attention_update:
+            inputs += local.stream_bytes + local.query_bytes + local.context_bytes + 2 * local.key_bytes
+        gradient, operand = operands(local, local.stream_bytes), operands(local, local.hidden_bytes)
+        return [(of_mlp, inputs + 2 * gradient), ((1 + gates) * operand, inputs + gradient + (1 + gates) * local.stream_bytes)]
 
     def end_of_backward(self) -> Components:
         """Return what is live, with overlap, in the backward pass of the first layers, which comes last.
@@ -531,3 +546,8 @@ class StepMemory(LiveBuffers):
                 2 * 4 * stacks, "Muon: stacks of whole float32 matrices of a share of the layers, before and after an all-to-all"
             ),
         }
+
+
+def _whole(local: LocalSizes, size: int) -> int:
+    """Return the size of an array in the compute dtype."""
+    return size

@@ -467,7 +467,7 @@ CLOSE = {
     ("models/deepseek-v3-671b", "offload"): {START: 0.025, "optimizer": 0.02},
     ("models/deepseek-v2-lite", "none"): {"loss": 0.012, START: 0.012, BACKWARD: 0.045},
     ("models/qwen3-1.7b", "offload"): {"loss": 0.02, START: 0.035, BACKWARD: 0.035, "last layer of the backward pass": 0.035},
-    ("models/gemma3-4b", "names", "tensor"): {"loss": 0.03, START: 0.012, BACKWARD: 0.02, WHOLE: 0.012},
+    ("models/gemma3-4b", "names", "tensor"): {"loss": 0.03, START: 0.018, BACKWARD: 0.012, WHOLE: 0.012},
     ("models/gemma3-12b", "names", "tensor"): {
         "loss": 0.03,
         START: 0.012,
@@ -482,10 +482,12 @@ CLOSE = {
         "last layer of the backward pass": 0.03,
         WHOLE: 0.015,
     },
-    ("models/gemma3-4b", "full", "tensor"): {"loss": 0.045, START: 0.015, BACKWARD: 0.025, WHOLE: 0.012},
+    ("models/gemma3-4b", "full", "tensor"): {"loss": 0.045, START: 0.037, BACKWARD: 0.012, WHOLE: 0.038},
+    ("models/gemma3-12b", "full", "tensor"): {"loss": 0.012, BACKWARD: 0.053, WHOLE: 0.035},
+    ("models/olmo3-7b", "full", "tensor"): {"loss": 0.04, START: 0.05, BACKWARD: 0.015, WHOLE: 0.025},
     ("models/gemma3-4b", "none", "tensor"): {"loss": 0.012, START: 0.012, WHOLE: 0.02},
     ("models/gemma2-9b", "none", "tensor"): {"loss": 0.012, START: 0.012, BACKWARD: 0.015, WHOLE: 0.012},
-    ("models/gemma3-4b", "dots", "tensor"): {"loss": 0.012, START: 0.035, BACKWARD: 0.03, WHOLE: 0.035},
+    ("models/gemma3-4b", "dots", "tensor"): {"loss": 0.012, START: 0.035, BACKWARD: 0.036, WHOLE: 0.035},
 }
 """Model and policy, and where several have both the length of the rows or a mesh with tensor -> points whose sum of components is planned
 closely, and how closely; at other points of these steps less is live than planned, or the plan is known to be off."""
