@@ -398,8 +398,11 @@ class StepMemory(LiveBuffers):
                 key=lambda point: sum(point[1:]),
             )
         slices = 2 if kept and self.turn.in_order and not at_start else 0  # of kept gate and up, cut out of the stacks
-        # a ring starts when the input of the next block is back from host memory: XLA computes the gradients of the MLP's weights before
-        early = 0 if local.ring and offloads_inputs(local) else at_mlp
+        # While the input of the next block comes from host memory, XLA computes the gradients of the MLP's weights: gate and up are left,
+        # from which the input of down is computed for the last of them. A ring starts when that input is there.
+        early = at_mlp
+        if offloads_inputs(local):
+            early = 0 if local.ring else gates
         delayed = together * self.turn.before_weight_gradients() // self.turn.layers
         points = (
             (

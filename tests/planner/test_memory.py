@@ -116,7 +116,7 @@ def test_steps_with_the_flags_of_a_run_take_what_a_run_is_planned_with(case):
     assert abs(relative_error(case)) < (0.065 if "1b" in case["config"] else 0.04)
 
 
-TOO_HIGH = {"models/qwen3-32b": 0.075, "models/phi4-14b": 0.11}
+TOO_HIGH = {"models/phi4-14b": 0.11}
 """Model -> how much more is planned with offloaded block inputs than compiled, since the embedding's gradient begins after the layers."""
 
 
@@ -450,6 +450,7 @@ CLOSE = {
     ("models/gemma3-4b", "none"): {"loss": 0.015, START: 0.012},
     ("models/gemma3-4b", "dots"): {START: 0.02, BACKWARD: 0.012},
     ("models/qwen3-8b", "none"): {"loss": 0.025, START: 0.012, BACKWARD: 0.012},
+    ("models/qwen3-32b", "offload"): {"loss": 0.012, START: 0.012, BACKWARD: 0.012, WHOLE: 0.012},
     ("models/qwen2.5-32b", "none"): {"loss": 0.012, START: 0.012, BACKWARD: 0.015},
     ("models/qwen3-8b", "attention-only"): {START: 0.035},
     ("models/llama-3.1-70b", "names"): {START: 0.065, BACKWARD: 0.045, WHOLE: 0.065},
