@@ -13,7 +13,15 @@ from dataclasses import dataclass, replace
 
 from ridgeline.configs.remat import POLICIES
 from ridgeline.planner import eight_bits
-from ridgeline.planner.activations import Component, attention_workspace, mask_bytes, offloads_inputs, relaid_bytes, saved_arrays
+from ridgeline.planner.activations import (
+    Component,
+    attention_workspace,
+    mask_bytes,
+    offloads_inputs,
+    relaid_bytes,
+    ring_keeps_update,
+    saved_arrays,
+)
 from ridgeline.planner.live_buffers import DELAYED, LiveBuffers
 from ridgeline.planner.local import LocalSizes, muon_layers
 from ridgeline.planner.optimizer_state import optimizer_state
@@ -164,7 +172,8 @@ class StepMemory(LiveBuffers):
         narrow, dots = eight_bits.applies(local), local.config.compute.remat.policy == "dots"
         if self.turn.in_order:
             return self._start_in_order(0 if dots else relaid)
-        short = again.mlp_update or self.waits if narrow else dots
+        pieces = ring_keeps_update(local) and not narrow
+        short = again.mlp_update or self.waits if narrow else dots or pieces
         if relaid and narrow and not short:
             relaid += eight_bits.while_copied(local, again)
         if not relaid or self.turn.layers > 1 or not short:
@@ -173,6 +182,8 @@ class StepMemory(LiveBuffers):
             start = self.backward(relaid=relaid, layers=self.turn.delayed_at_start, delayed=delayed)
             return start | ({"loss": self.reduced_early()} if turn_waits and self.reduces_table_early else {})
         after = 3 * (local.hidden_bytes + local.stream_bytes) + 5 * local.cut_stream_bytes + 2 * (local.query_bytes + local.key_bytes)
+        if pieces:
+            after = 3 * local.hidden_bytes + 4 * local.stream_bytes + 2 * (local.query_bytes + local.key_bytes)
         after = relaid + (eight_bits.after_mlp(local, waits=self.waits) if narrow else after)
         layer = self.backward(layers=self.turn.delayed_at_start)
         text = "after the MLP in the backward pass of one layer; one saved value of all layers in another layout"

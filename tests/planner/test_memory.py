@@ -453,7 +453,7 @@ CLOSE = {
     ("models/qwen3-32b", "offload"): {"loss": 0.012, START: 0.012, BACKWARD: 0.012, WHOLE: 0.012},
     ("models/qwen2.5-32b", "none"): {"loss": 0.012, START: 0.012, BACKWARD: 0.015},
     ("models/qwen3-8b", "attention-only"): {START: 0.035},
-    ("models/llama-3.1-70b", "names"): {START: 0.065, BACKWARD: 0.045, WHOLE: 0.065},
+    ("models/llama-3.1-70b", "names"): {START: 0.012, BACKWARD: 0.045, WHOLE: 0.015},
     ("models/gpt-oss-20b", "dots"): {START: 0.035, BACKWARD: 0.03},
     ("models/gpt-oss-20b", "full"): {START: 0.012, BACKWARD: 0.045, "optimizer": 0.1},
     ("models/gemma3-4b", "full"): {"loss": 0.025, START: 0.025, BACKWARD: 0.012},
