@@ -147,6 +147,19 @@ def test_steps_with_offload_need_no_more_than_plan_and_margin():
     assert len(OFFLOAD) > 12
 
 
+ZERO_ONE_CHUNK = [case for case in DRAWN if case["mesh"] == {"data": 8, "fsdp": 32, "tensor": 2} and "qwen2.5-32b" in case["config"]]
+
+
+def test_the_gradient_of_the_unembedding_is_delayed_where_it_is_only_reduce_scattered():
+    """One chunk of logits per microbatch: with mesh.zero_stage=2 over data too, which was planned 4.8 % too high; not where summed."""
+    (case,) = ZERO_ONE_CHUNK
+    assert abs(relative_error(case | {"overlap": True, "combined": True})) < 0.03
+    summed = case | {"overrides": [item for item in case["overrides"] if "zero_stage" not in item], "overlap": True, "combined": True}
+    whole = 4 * LocalSizes.of(load(case["config"], case["overrides"]).config, case["mesh"]).table
+    delayed, at_once = (estimated(each | {"overlap": True, "combined": True}).components["loss"].bytes for each in (case, summed))
+    assert delayed < whole / 2 and at_once >= whole
+
+
 AT_THE_LOSS = [
     case
     for case in DRAWN
@@ -451,6 +464,8 @@ CLOSE = {
     ("models/gemma3-4b", "dots"): {START: 0.02, BACKWARD: 0.012},
     ("models/qwen3-8b", "none"): {"loss": 0.025, START: 0.012, BACKWARD: 0.012},
     ("models/qwen3-32b", "offload"): {"loss": 0.012, START: 0.012, BACKWARD: 0.012, WHOLE: 0.012},
+    ("models/qwen3-32b", "attention-only"): {START: 0.025, BACKWARD: 0.012, WHOLE: 0.012},
+    ("models/llama-3.1-8b", "names"): {START: 0.02, BACKWARD: 0.04, WHOLE: 0.012},
     ("models/qwen2.5-32b", "none"): {"loss": 0.012, START: 0.012, BACKWARD: 0.015},
     ("models/qwen3-8b", "attention-only"): {START: 0.035},
     ("models/llama-3.1-70b", "names"): {START: 0.012, BACKWARD: 0.045, WHOLE: 0.015},
