@@ -412,7 +412,7 @@ class StepMemory(LiveBuffers):
         # While the input of the next block comes from host memory, XLA computes the gradients of the MLP's weights: gate and up are left,
         # from which the input of down is computed for the last of them. A ring starts when that input is there.
         early = at_mlp
-        if offloads_inputs(local):
+        if offloads_inputs(local) and (local.ring or local.model.moe is None):
             early = 0 if local.ring else gates
         delayed = together * self.turn.before_weight_gradients() // self.turn.layers
         points = (
