@@ -206,9 +206,8 @@ def relaid_bytes(local: LocalSizes, backend: str, overlap: bool, combined: bool)
         # both gathered streams; with gathers of weights between them the first is free when the second is copied
         relaid = layers * local.stream_bytes * (2 if local.fsdp == 1 and overlap else 1)
     elif between and (ring or policy != "dots" or combined) and local.fsdp > 1 and overlap and not offloads_inputs(local):
-        # a ring scatters attention's update piece by piece: where that is kept, or the MLP's input after it, that is copied too
-        both = ring_keeps_update(local) or (ring and policy in ("none", "attention-only"))
-        relaid = layers * local.cut_stream_bytes * (2 if both else 1)
+        # a ring scatters attention's update piece by piece: where it is kept, it is copied too
+        relaid = layers * local.cut_stream_bytes * (2 if ring_keeps_update(local) else 1)
     if local.latent_bytes and local.ring and policy == "dots":
         relaid += layers * local.up_bytes  # keys and values from latents, as the ring reads them (heap of DeepSeek V2 Lite)
     if local.config.precision.block_scaled is not None and policy == "none" and backend == "cudnn":
