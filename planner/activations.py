@@ -206,9 +206,8 @@ def relaid_bytes(local: LocalSizes, backend: str, overlap: bool, combined: bool)
         # both gathered streams; with gathers of weights between them the first is free when the second is copied
         relaid = layers * local.stream_bytes * (2 if local.fsdp == 1 and overlap else 1)
     elif between and (ring or policy != "dots" or combined) and local.fsdp > 1 and overlap and not offloads_inputs(local):
-        # a ring scatters attention's result piece by piece: where it is kept, it is copied too
-        kept_result = ring and policy == "names" and "attention_out" in local.config.compute.remat.names
-        relaid = layers * local.cut_stream_bytes * (2 if kept_result else 1)
+        # a ring scatters attention's update piece by piece: where it is kept, it is copied too
+        relaid = layers * local.cut_stream_bytes * (2 if ring_keeps_update(local) else 1)
     if local.latent_bytes and local.ring and policy == "dots":
         relaid += layers * local.up_bytes  # keys and values from latents, as the ring reads them (heap of DeepSeek V2 Lite)
     if local.config.precision.block_scaled is not None and policy == "none" and backend == "cudnn":
@@ -221,6 +220,13 @@ def relaid_bytes(local: LocalSizes, backend: str, overlap: bool, combined: bool)
         saves_hidden = any(count and size == local.hidden_bytes for count, size in saved_arrays(local, backend))
         relaid += layers * local.hidden_bytes if saves_hidden else 0
     return relaid
+
+
+def ring_keeps_update(local: LocalSizes) -> bool:
+    """Return whether attention's update of the residual stream is kept, which a ring over tensor scatters."""
+    compute = local.config.compute
+    ring = local.tensor > 1 and compute.tensor_overlap == "ring"
+    return ring and compute.remat.policy == "names" and "attention_out" in compute.remat.names
 
 
 def mask_bytes(local: LocalSizes, backend: str) -> int:

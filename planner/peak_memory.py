@@ -13,9 +13,17 @@ from dataclasses import dataclass, replace
 
 from ridgeline.configs.remat import POLICIES
 from ridgeline.planner import eight_bits
-from ridgeline.planner.activations import Component, attention_workspace, mask_bytes, offloads_inputs, relaid_bytes, saved_arrays
+from ridgeline.planner.activations import (
+    Component,
+    attention_workspace,
+    mask_bytes,
+    offloads_inputs,
+    relaid_bytes,
+    ring_keeps_update,
+    saved_arrays,
+)
 from ridgeline.planner.live_buffers import DELAYED, LiveBuffers
-from ridgeline.planner.local import muon_layers
+from ridgeline.planner.local import LocalSizes, muon_layers
 from ridgeline.planner.optimizer_state import optimizer_state
 from ridgeline.planner.parameters import matmul_weights
 from ridgeline.planner.recompute import recomputed
@@ -164,7 +172,8 @@ class StepMemory(LiveBuffers):
         narrow, dots = eight_bits.applies(local), local.config.compute.remat.policy == "dots"
         if self.turn.in_order:
             return self._start_in_order(0 if dots else relaid)
-        short = again.mlp_update or self.waits if narrow else dots
+        pieces = ring_keeps_update(local) and not narrow
+        short = again.mlp_update or self.waits if narrow else dots or pieces
         if relaid and narrow and not short:
             relaid += eight_bits.while_copied(local, again)
         if not relaid or self.turn.layers > 1 or not short:
@@ -173,6 +182,8 @@ class StepMemory(LiveBuffers):
             start = self.backward(relaid=relaid, layers=self.turn.delayed_at_start, delayed=delayed)
             return start | ({"loss": self.reduced_early()} if turn_waits and self.reduces_table_early else {})
         after = 3 * (local.hidden_bytes + local.stream_bytes) + 5 * local.cut_stream_bytes + 2 * (local.query_bytes + local.key_bytes)
+        if pieces:
+            after = 3 * local.hidden_bytes + 4 * local.stream_bytes + 2 * (local.query_bytes + local.key_bytes)
         after = relaid + (eight_bits.after_mlp(local, waits=self.waits) if narrow else after)
         layer = self.backward(layers=self.turn.delayed_at_start)
         text = "after the MLP in the backward pass of one layer; one saved value of all layers in another layout"
@@ -185,18 +196,23 @@ class StepMemory(LiveBuffers):
         most, in which what two layers kept is freed; with layers left over, these are the two. Where a layer waits for its input from host
         memory and 8-bit matmuls are short, those of two layers are pending. In the turn before the last one, what all of these kept is
         freed, and one more layer's weight gradients are pending.
+
+        relaid: of stacks that are copied to another layout, where each kind of layers has its own. A copy is made as the value of the last
+        turn is written into it, in the backward pass of that layer: until then these values are not freed. Where no layer is recomputed,
+        the first copy is made when what the last layer kept has been freed.
         """
         layers = self.local.model.num_layers
         kept = self.saved.bytes // layers
         second_layer = self.local.config.compute.remat.policy in FROM_BLOCK_INPUTS
-        freed = 2 * kept if second_layer else 0
+        freed = 2 * kept if second_layer else min(0, kept - relaid // self.local.model.layer_period)
         waits = second_layer and offloads_inputs(self.local) and self.local.config.precision.eight_bit
-        first = self.backward(relaid=relaid, layers=int(second_layer) + waits)
+        first = self.backward(layers=int(second_layer) + waits)
         first |= {"activations": replace(self.saved, bytes=self.saved.bytes + self.turn.not_stacked(self.saved.bytes) - freed)}
         if not self.turn.left_over:
             return first
-        second = self.backward(relaid=relaid, layers=self.turn.pending + 1)
-        second |= {"activations": replace(self.saved, bytes=kept * (layers - self.turn.left_over))}
+        second = self.backward(layers=self.turn.pending + 1)
+        late = self.local.model.layer_period - 2 if relaid else 0
+        second |= {"activations": replace(self.saved, bytes=kept * (layers - self.turn.left_over + late))}
         return max(first, second, key=lambda parts: sum(part.bytes for part in parts.values()))
 
     def backward(self, *, relaid: int = 0, late: bool = False, layers: int | None = None, at_end: int = 0, delayed: int = 0) -> Components:
@@ -227,6 +243,8 @@ class StepMemory(LiveBuffers):
         if reducing and self.reduces_in_turn:
             reducing = 2 * reducing // self.sharded.fsdp  # the sums over fsdp, and together as they are summed over the other axes
         reducing += self.turned_gradients() if reducing else 0
+        # with fsdp they are small, and the weights of the next turn are counted, of which those of a layer are gone
+        reducing += self.turn.reduced_gradients(self.sharded.fsdp) if self.reduced and local.fsdp == 1 else 0
         left_over = self.turn.left_over if late and (self.turn.layers > 1 or self.turn.in_order) else 0  # their backward pass is over
         return {
             "activations": replace(self.saved, bytes=self.saved.bytes - left_over * self.saved.bytes // local.model.num_layers),
@@ -391,8 +409,11 @@ class StepMemory(LiveBuffers):
                 key=lambda point: sum(point[1:]),
             )
         slices = 2 if kept and self.turn.in_order and not at_start else 0  # of kept gate and up, cut out of the stacks
-        # a ring starts when the input of the next block is back from host memory: XLA computes the gradients of the MLP's weights before
-        early = 0 if local.ring and offloads_inputs(local) else at_mlp
+        # While the input of the next block comes from host memory, XLA computes the gradients of the MLP's weights: gate and up are left,
+        # from which the input of down is computed for the last of them. A ring starts when that input is there.
+        early = at_mlp
+        if offloads_inputs(local) and (local.ring or local.model.moe is None):
+            early = 0 if local.ring else gates
         delayed = together * self.turn.before_weight_gradients() // self.turn.layers
         points = (
             (
@@ -424,20 +445,37 @@ class StepMemory(LiveBuffers):
         if others < 0 or model.moe is not None or not inputs:
             return []
         others *= self.turn.before_weight_gradients() // self.turn.layers
-        streams = 6 * local.stream_bytes + local.query_bytes + local.context_bytes + 2 * local.key_bytes
-        if local.config.precision.eight_bit:
+        matrices, narrow = 2 * local.mlp_matrix * local.matrix_itemsize, local.config.precision.eight_bit
+        if narrow:
             # the gradient of gate or up, which is quantized next, and the input of down, one byte each
             of_mlp += local.hidden_bytes + local.hidden_bytes // local.compute_itemsize
-        else:
-            if self.turn.in_order:
-                streams -= local.stream_bytes  # no final hidden states, and the gradient of the results is that of the stream
-            else:
-                streams += local.stream_bytes * 2 // local.compute_itemsize  # final hidden states are float32
-            if model.activation == "gelu_tanh" and self.turn.in_order:
-                of_mlp += local.hidden_bytes
-            elif model.activation == "gelu_tanh" and not self.in_loop:  # so in the heaps of Gemma 2 and 3
-                of_mlp += 4 * local.hidden_bytes // local.compute_itemsize  # tanh, float32
-        return [("its MLP", others + of_mlp, streams, 2 * local.mlp_matrix * local.matrix_itemsize, down, mask)]
+        if self.turn.in_order and local.tensor > 1:
+            return [("its MLP", others + hidden, streams, matrices, down, mask) for hidden, streams in self._mlp_in_order(of_mlp)]
+        streams = 6 * local.stream_bytes + local.query_bytes + local.context_bytes + 2 * local.key_bytes
+        if self.turn.in_order and not narrow:
+            streams -= local.stream_bytes  # no final hidden states, and the gradient of the results is that of the stream
+        elif not narrow:
+            streams += local.stream_bytes * 2 // local.compute_itemsize  # final hidden states are float32
+        if model.activation == "gelu_tanh" and self.turn.in_order and not narrow:
+            of_mlp += local.hidden_bytes
+        elif model.activation == "gelu_tanh" and not self.in_loop and not narrow:  # so in the heaps of Gemma 2 and 3
+            of_mlp += 4 * local.hidden_bytes // local.compute_itemsize  # tanh, float32
+        return [("its MLP", others + of_mlp, streams, matrices, down, mask)]
+
+    def _mlp_in_order(self, of_mlp: int) -> list[tuple[int, int]]:
+        """Return the sizes of hidden activations and of streams at two points in the MLP of an ordered layer over tensor.
+
+        First when the gradient of its result is gathered, which is transposed next (of_mlp: hidden activations there); then when the
+        gradients of its input by gate and by up are summed, which is scattered next. Also gathered: its input, and where attention is
+        recomputed that of attention, with queries, keys, values and the result. Sharded: inputs of the norms, their gradients.
+        """
+        local = self.local
+        gates, operands = 2 if local.model.gated_mlp else 1, eight_bits.one_byte if local.config.precision.eight_bit else _whole
+        inputs = local.stream_bytes + 4 * local.cut_stream_bytes
+        if recomputed(local.model, local.config.compute.remat).attention_update:
+            inputs += local.stream_bytes + local.query_bytes + local.context_bytes + 2 * local.key_bytes
+        gradient, operand = operands(local, local.stream_bytes), operands(local, local.hidden_bytes)
+        return [(of_mlp, inputs + 2 * gradient), ((1 + gates) * operand, inputs + gradient + (1 + gates) * local.stream_bytes)]
 
     def end_of_backward(self) -> Components:
         """Return what is live, with overlap, in the backward pass of the first layers, which comes last.
@@ -522,3 +560,8 @@ class StepMemory(LiveBuffers):
                 2 * 4 * stacks, "Muon: stacks of whole float32 matrices of a share of the layers, before and after an all-to-all"
             ),
         }
+
+
+def _whole(local: LocalSizes, size: int) -> int:
+    """Return the size of an array in the compute dtype."""
+    return size

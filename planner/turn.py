@@ -135,6 +135,15 @@ class Turn:
         left = local.model.num_layers % local.model.layer_period if self.layers > 1 and local.fsdp > 1 else 0
         return left * local.gathered_trained_weights * local.gradient_itemsize
 
+    def reduced_gradients(self, fsdp: int) -> int:
+        """Return the size of the reduced gradients of an ordered turn, which are written into the stacks of all turns in the next one.
+
+        fsdp: devices that gradients are sharded over.
+        """
+        local = self.local
+        several = local.model.layer_period if self.in_order else 0
+        return several * local.gathered_trained_weights // fsdp * local.parameter_itemsize
+
     def slices_of_kept(self, saved_bytes: int) -> int:
         """Return the size of the slices of what a turn kept, which are cut out of the stacks together where no layer is recomputed.
 
@@ -202,6 +211,9 @@ class Turn:
         normed = 2 * (local.query_bytes + local.key_bytes) if local.model.qk_norm else 0  # inputs, and gradients of the results
         if local.config.precision.eight_bit and (self.layers > 1 or self.in_order) and local.model.moe is None:
             operands = hidden + 4 * local.stream_bytes + local.query_bytes + 2 * local.key_bytes
+            if self.in_order and local.tensor > 1:  # inputs are gathered in the compute dtype, and the norm's inputs are sharded
+                inputs = 2 * local.stream_bytes - 2 * local.stream_bytes // local.compute_itemsize
+                return operands // local.compute_itemsize + inputs + local.context_bytes + 2 * local.cut_stream_bytes + normed
             if self.in_order:  # the input of the MLP's norm, and the gradient of its result; with norms of queries and keys attention's too
                 of_norms = (4 if local.model.qk_norm else 2) * local.stream_bytes + normed
                 return operands // local.compute_itemsize + local.context_bytes + of_norms
@@ -209,6 +221,9 @@ class Turn:
             streams += (3 if offloads_inputs(local) else 2) if local.model.qk_norm else 0
             of_norms = streams * local.stream_bytes + normed
             return self.layers * (operands // local.compute_itemsize + local.context_bytes + of_norms)
-        # the norm before the MLP: its input, and its gradients by gate and by up
-        of_norm = 3 * local.stream_bytes if self.in_order and local.model.qk_norm and local.model.norm_position == "both" else 0
+        of_norm = 0
+        if self.in_order and local.tensor > 1:
+            of_norm = 2 * local.cut_stream_bytes  # the norm before the MLP: the stream and attention's update
+        elif self.in_order and local.model.qk_norm and local.model.norm_position == "both":
+            of_norm = 3 * local.stream_bytes  # its input, and its gradients by gate and by up, which devices on tensor sum at once
         return self.layers * (hidden + 4 * local.stream_bytes + attention + normed + of_norm)

@@ -116,7 +116,7 @@ def test_steps_with_the_flags_of_a_run_take_what_a_run_is_planned_with(case):
     assert abs(relative_error(case)) < (0.065 if "1b" in case["config"] else 0.04)
 
 
-TOO_HIGH = {"models/qwen3-32b": 0.075, "models/phi4-14b": 0.11}
+TOO_HIGH = {"models/phi4-14b": 0.11}
 """Model -> how much more is planned with offloaded block inputs than compiled, since the embedding's gradient begins after the layers."""
 
 
@@ -145,6 +145,19 @@ def test_steps_with_offload_need_no_more_than_plan_and_margin():
         planned = estimated(case | {"overlap": True, "combined": True})
         assert case["temp_bytes"] < planned.temp_bytes + planned.components["margin"].bytes, case["config"]
     assert len(OFFLOAD) > 12
+
+
+ZERO_ONE_CHUNK = [case for case in DRAWN if case["mesh"] == {"data": 8, "fsdp": 32, "tensor": 2} and "qwen2.5-32b" in case["config"]]
+
+
+def test_the_gradient_of_the_unembedding_is_delayed_where_it_is_only_reduce_scattered():
+    """One chunk of logits per microbatch: with mesh.zero_stage=2 over data too, which was planned 4.8 % too high; not where summed."""
+    (case,) = ZERO_ONE_CHUNK
+    assert abs(relative_error(case | {"overlap": True, "combined": True})) < 0.03
+    summed = case | {"overrides": [item for item in case["overrides"] if "zero_stage" not in item], "overlap": True, "combined": True}
+    whole = 4 * LocalSizes.of(load(case["config"], case["overrides"]).config, case["mesh"]).table
+    delayed, at_once = (estimated(each | {"overlap": True, "combined": True}).components["loss"].bytes for each in (case, summed))
+    assert delayed < whole / 2 and at_once >= whole
 
 
 AT_THE_LOSS = [
@@ -450,9 +463,13 @@ CLOSE = {
     ("models/gemma3-4b", "none"): {"loss": 0.015, START: 0.012},
     ("models/gemma3-4b", "dots"): {START: 0.02, BACKWARD: 0.012},
     ("models/qwen3-8b", "none"): {"loss": 0.025, START: 0.012, BACKWARD: 0.012},
+    ("models/qwen3-32b", "offload"): {"loss": 0.012, START: 0.012, BACKWARD: 0.012, WHOLE: 0.012},
+    ("models/qwen3-32b", "attention-only"): {BACKWARD: 0.012, WHOLE: 0.05},
+    ("models/llama-3.1-8b", "attention-only"): {START: 0.025, BACKWARD: 0.012, WHOLE: 0.03},
+    ("models/llama-3.1-8b", "names"): {START: 0.02, BACKWARD: 0.04, WHOLE: 0.012},
     ("models/qwen2.5-32b", "none"): {"loss": 0.012, START: 0.012, BACKWARD: 0.015},
     ("models/qwen3-8b", "attention-only"): {START: 0.035},
-    ("models/llama-3.1-70b", "names"): {START: 0.065, BACKWARD: 0.045, WHOLE: 0.065},
+    ("models/llama-3.1-70b", "names"): {START: 0.012, BACKWARD: 0.045, WHOLE: 0.015},
     ("models/gpt-oss-20b", "dots"): {START: 0.035, BACKWARD: 0.03},
     ("models/gpt-oss-20b", "full"): {START: 0.012, BACKWARD: 0.045, "optimizer": 0.1},
     ("models/gemma3-4b", "full"): {"loss": 0.025, START: 0.025, BACKWARD: 0.012},
@@ -467,9 +484,30 @@ CLOSE = {
     ("models/deepseek-v3-671b", "offload"): {START: 0.025, "optimizer": 0.02},
     ("models/deepseek-v2-lite", "none"): {"loss": 0.012, START: 0.012, BACKWARD: 0.045},
     ("models/qwen3-1.7b", "offload"): {"loss": 0.02, START: 0.035, BACKWARD: 0.035, "last layer of the backward pass": 0.035},
+    ("models/gemma3-4b", "names", "tensor"): {"loss": 0.03, START: 0.018, BACKWARD: 0.012, WHOLE: 0.012},
+    ("models/gemma3-12b", "names", "tensor"): {
+        "loss": 0.03,
+        START: 0.012,
+        BACKWARD: 0.012,
+        "last layer of the backward pass": 0.02,
+        WHOLE: 0.012,
+    },
+    ("models/gemma2-9b", "names", "tensor"): {
+        "loss": 0.012,
+        START: 0.015,
+        BACKWARD: 0.015,
+        "last layer of the backward pass": 0.03,
+        WHOLE: 0.015,
+    },
+    ("models/gemma3-4b", "full", "tensor"): {"loss": 0.045, START: 0.037, BACKWARD: 0.012, WHOLE: 0.038},
+    ("models/gemma3-12b", "full", "tensor"): {"loss": 0.012, BACKWARD: 0.053, WHOLE: 0.035},
+    ("models/olmo3-7b", "full", "tensor"): {"loss": 0.04, START: 0.05, BACKWARD: 0.015, WHOLE: 0.025},
+    ("models/gemma3-4b", "none", "tensor"): {"loss": 0.012, START: 0.012, WHOLE: 0.02},
+    ("models/gemma2-9b", "none", "tensor"): {"loss": 0.012, START: 0.012, BACKWARD: 0.015, WHOLE: 0.012},
+    ("models/gemma3-4b", "dots", "tensor"): {"loss": 0.012, START: 0.035, BACKWARD: 0.036, WHOLE: 0.035},
 }
-"""Model and policy, and length of the rows where several have both -> points whose sum of components is planned closely, and how closely;
-at other points of these steps less is live than planned, or the plan is known to be off."""
+"""Model and policy, and where several have both the length of the rows or a mesh with tensor -> points whose sum of components is planned
+closely, and how closely; at other points of these steps less is live than planned, or the plan is known to be off."""
 
 
 def test_the_components_at_a_point_sum_to_the_heap_there():
@@ -478,7 +516,8 @@ def test_the_components_at_a_point_sum_to_the_heap_there():
     for case in HEAPS:
         resolved = load(case["config"], case["overrides"]).config
         key = (case["config"], resolved.compute.remat.policy)
-        key = of_length if (of_length := (*key, resolved.data.seq_len)) in CLOSE else key
+        several = (*key, resolved.data.seq_len), (*key, "tensor" if "tensor" in case["mesh"] else "")
+        key = next((longer for longer in several if longer in CLOSE), key)
         local = LocalSizes.of(resolved, dict.fromkeys(MESH_AXES, 1) | case["mesh"])
         backend = local.attention_backend()
         planned = StepMemory(local, backend, True, True, units_in_flight(local, backend)).points()
