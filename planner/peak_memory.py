@@ -264,12 +264,17 @@ class StepMemory(LiveBuffers):
         layers' weight gradients are live when the gradient of the second layer's input is computed, two arrays in the rows of the experts
         (inputs, and gradients of the results) for each layer, and the parts by gate and by up. The stacks of gradients are not yet zeroed.
         Where the second layer waits for its input from host memory, the gradients of the down matrices, which are plain matmuls with a
-        capacity, are computed meanwhile: their hidden inputs are gone, and one of the gradients of the results.
+        capacity, are computed meanwhile: their hidden inputs are gone, and one of the gradients of the results. Over tensor the first
+        layer's gradient of down is computed while the second layer's attention is gathered, and where blocks are recomputed the tokens of
+        the first layer come to the rows of its experts once more for the gradients of gate and up, after the second layer.
         """
         local = self.local
+        capacity = local.config.compute.experts.capacity_factor is not None
         delayed = DELAYED * (self.turn.before_weight_gradients() + 2 * local.row_bytes)
-        if local.config.compute.experts.capacity_factor is not None and offloads_inputs(local):
+        if capacity and offloads_inputs(local):
             delayed -= DELAYED * local.hidden_bytes + local.row_bytes
+        if local.tensor > 1 and self.turn.recomputes and not capacity:
+            delayed -= local.hidden_bytes + 2 * local.row_bytes
         working = delayed + 2 * local.row_bytes + SLOTS_IN_FLIGHT * local.slot_bytes + STREAMS_IN_FLIGHT * local.stream_bytes
         working += self.turn.zeroed_slots() if local.model.moe_layers > DELAYED else 0  # of the layers to come
         working += self.recomputed_attention() + self.outside.activations

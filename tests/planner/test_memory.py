@@ -469,6 +469,7 @@ CLOSE = {
     ("models/llama-4-scout-17b-16e", "offload"): {START: 0.012, "last layer of the backward pass": 0.045, WHOLE: 0.04},
     ("models/llama-4-scout-17b-16e", "full"): {BACKWARD: 0.012, "last layer of the backward pass": 0.012, WHOLE: 0.04},
     ("models/llama-4-scout-17b-16e", "dots"): {START: 0.012, BACKWARD: 0.012, WHOLE: 0.012},
+    ("models/deepseek-v2-lite", "dots"): {START: 0.012, BACKWARD: 0.03, WHOLE: 0.012},
     ("models/qwen3-1.7b", "offload"): {"loss": 0.02, START: 0.035, BACKWARD: 0.035, "last layer of the backward pass": 0.035},
 }
 """Model and policy, and length of the rows where several have both -> points whose sum of components is planned closely, and how closely;
