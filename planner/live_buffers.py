@@ -251,11 +251,8 @@ class LiveBuffers:
         return self.local.gathered_layer_weights * self.local.matrix_itemsize if self.local.fsdp > 1 else 0
 
     def next_layer_weights(self) -> int:
-        """Return the bytes of the weights of the next turn's layers, which overlap gathers early.
-
-        Of one layer without pipelined turns, and of experts in order.
-        """
-        several = self.local.model.layer_period if self.turn.in_order and self.local.model.moe is None else self.turn.layers
+        """Return the bytes of the weights of the next turn's layers, which overlap gathers early; of one layer without pipelined turns."""
+        several = self.local.model.layer_period if self.turn.in_order else self.turn.layers
         return (several if self.turn.pipelined else 1) * self.gathered_layer()
 
     @property

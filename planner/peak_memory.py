@@ -17,7 +17,6 @@ from ridgeline.planner.activations import Component, attention_workspace, mask_b
 from ridgeline.planner.live_buffers import DELAYED, LiveBuffers
 from ridgeline.planner.local import muon_layers
 from ridgeline.planner.optimizer_state import optimizer_state
-from ridgeline.planner.ordered_experts import OrderedExperts
 from ridgeline.planner.parameters import matmul_weights
 from ridgeline.planner.recompute import recomputed
 
@@ -184,15 +183,14 @@ class StepMemory(LiveBuffers):
 
         What the last turn kept is not in the stacks yet. Where inputs of matmuls are computed from the block's, the second layer needs
         most, in which what two layers kept is freed; with layers left over, these are the two. Where a layer waits for its input from host
-        memory and 8-bit matmuls are short, those of two layers are pending, and with experts those of one more layer are in any case. In
-        the turn before the last one, what all of these kept is freed, and one more layer's weight gradients are pending.
+        memory and 8-bit matmuls are short, those of two layers are pending. In the turn before the last one, what all of these kept is
+        freed, and one more layer's weight gradients are pending.
         """
         layers = self.local.model.num_layers
         kept = self.saved.bytes // layers
         second_layer = self.local.config.compute.remat.policy in FROM_BLOCK_INPUTS
         freed = 2 * kept if second_layer else 0
         waits = second_layer and offloads_inputs(self.local) and self.local.config.precision.eight_bit
-        waits = waits or self.local.model.moe is not None
         first = self.backward(relaid=relaid, layers=int(second_layer) + waits)
         first |= {"activations": replace(self.saved, bytes=self.saved.bytes + self.turn.not_stacked(self.saved.bytes) - freed)}
         if not self.turn.left_over:
@@ -216,8 +214,7 @@ class StepMemory(LiveBuffers):
         in_mlp = STREAMS_IN_FLIGHT - int(self.waits and local.tensor > 1 and not relaid)
         where, hidden, streams, copies, waiting, workspace = self._peak_in_layer(together, at_end, in_mlp, at_start=at_start)
         cotangent = 4 * local.tokens * local.model.embed_dim // local.tensor
-        not_zeroed = at_start and self.turn.in_order and local.model.moe is not None
-        gradients = 0 if not_zeroed else self.layer_gradients * self.stack_itemsize
+        gradients = self.layer_gradients * self.stack_itemsize
         next_layer = self.next_layer_weights() if self.overlap else 0
         if next_layer and self.turn.in_order and at_start:
             next_layer = self.gathered_layer()
@@ -375,8 +372,6 @@ class StepMemory(LiveBuffers):
         gates = 2 if local.model.gated_mlp else 1
         again = recomputed(local.model, local.config.compute.remat)
         policy = local.config.compute.remat.policy
-        if self.turn.in_order and local.model.moe is not None:
-            return self._peak_with_ordered_experts(together, more, mask, at_start=at_start)
         kept = policy == "names" and local.model.moe is None and not {"gate", "up"} & again.weights
         at_mlp = 4 if policy in FROM_BLOCK_INPUTS and not kept else 3  # kept gate and up are read from the stacks
         if self.turn.layers == 1 and not self.turn.in_order:
@@ -419,19 +414,6 @@ class StepMemory(LiveBuffers):
             ("its end", hidden, at_end * stream, 0, waiting + more, mask),
             *([("its end", delayed, 0, 0, more, mask)] if self.turn.layers > 1 and recomputes else []),
             *self._mlp_after_others(together, (at_mlp + slices) * hidden, down, mask),
-        )
-        return max(points, key=lambda point: sum(point[1:]))
-
-    def _peak_with_ordered_experts(self, pending: int, more: int, mask: int, *, at_start: bool) -> tuple[str, int, int, int, int, int]:
-        """As `_peak_in_layer`, for layers with experts in order, with the gradients of some layers pending (planner/ordered_experts.py)."""
-        ordered, weights = OrderedExperts(self.local), self.gathered_layer()
-        gradients = ordered.gradients * self.reduced
-        to_compute, to_reduce = (ordered.operands, 0) if ordered.operands > gradients else (0, gradients)
-        down = self.local.mlp_matrix * self.local.gradient_itemsize * self.reduced
-        waiting = pending if at_start else 1 + (pending if self.local.expert > 1 else 0)
-        points = (
-            ("its MLP", ordered.in_mlp, pending * to_compute, weights, pending * to_reduce + down, mask),
-            ("its end", ordered.at_end, 0, weights, waiting * gradients + more, mask),
         )
         return max(points, key=lambda point: sum(point[1:]))
 

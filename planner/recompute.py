@@ -86,12 +86,9 @@ def in_scan(model: ModelConfig, compute: ComputeConfig) -> bool:
 def in_order(model: ModelConfig, compute: ComputeConfig, *, frozen: bool) -> bool:
     """Return whether the backward passes of the layers of a turn follow each other (models/backward_order.py).
 
-    So it is for dense layers of several kinds, and with experts for turns of more than two layers (Llama 4): without it the gradients of
-    the experts of eight layers are there at once, or, of up to twelve layers before the loop, what they are computed from. Turns of two
-    (gpt-oss) were not tried. frozen: only adapters are trained.
+    So it is for dense layers of several kinds. frozen: only adapters are trained.
     """
-    several = model.layer_period > (1 if model.moe is None else 2)
-    return several and compute.scan_layers and not frozen
+    return model.layer_period > 1 and model.moe is None and compute.scan_layers and not frozen
 
 
 def waiting(config: Config, tensor: int, expert: int) -> str:

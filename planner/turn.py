@@ -1,9 +1,8 @@
 """One turn of the loop over layers, and what XLA keeps in memory for a turn of several layers.
 
-Where kinds of layers alternate (with and without a window: Gemma 2 and 3, OLMo 3, gpt-oss, Llama 4), a turn runs one layer of each kind.
-The backward passes of dense layers follow each other (`in_order`), and those of layers with experts in turns of more than two (Llama 4;
-planner/ordered_experts.py). Of other layers with experts, of frozen ones and without a loop the scheduler interleaves those of a turn: it
-gathers their weights together, and delays their weight gradients to the end of the turn.
+Where kinds of layers alternate (with and without a window: Gemma 2 and 3, OLMo 3, gpt-oss), a turn runs one layer of each kind. The
+backward passes of dense layers follow each other (`in_order`). Of layers with experts, of frozen ones and without a loop the scheduler
+interleaves those of a turn: it gathers their weights together, and delays their weight gradients to the end of the turn.
 Read from the heaps of compiled steps (GPU backend, jax 0.10.2). Sizes are bytes of one device. Turns of one layer add nothing.
 """
 
@@ -165,15 +164,14 @@ class Turn:
 
         A layer's backward pass fills two arrays of slots and one of rows. With one microbatch XLA writes the zeros of the turn outside of
         the loop at the start of the step, for each exchange its own, and a turn of several layers has one more in the loop over layers. In
-        a loop of microbatches one array is kept to copy from, and such a turn begins with all of its copies; in order a layer does.
+        a loop of microbatches one array is kept to copy from, and such a turn begins with all of its copies.
         """
         moe, (slots, rows) = self.local.model.moe, self.local.written_in_place
         if moe is None or not self.overlap:
             return 0
-        layers = self.local.model.layer_period if self.in_order else self.layers
-        distinct, of_turn = slots + (rows if rows != slots else 0), layers // moe.every * (2 * slots + rows)
+        distinct, of_turn = slots + (rows if rows != slots else 0), self.layers // moe.every * (2 * slots + rows)
         if self.in_loop:
-            return distinct + (of_turn if self.layers > 1 else distinct if self.in_order else 0)
+            return distinct + (of_turn if self.layers > 1 else 0)
         return of_turn + (distinct if self.layers > 1 else 0)
 
     def padded_gradients(self) -> int:

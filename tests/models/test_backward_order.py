@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from ridgeline.configs.model_schema import ModelConfig, MoEConfig
+from ridgeline.configs.model_schema import ModelConfig
 from ridgeline.configs.schema import AttentionConfig, ComputeConfig, PrecisionConfig, RematConfig
 from ridgeline.configs.tuning_schema import LoraConfig
 from ridgeline.models.decoder import Decoder
@@ -28,17 +28,9 @@ REMAT = {
 }
 
 
-EXPERTS = 4
-
-
-def experts(every: int = 1) -> MoEConfig:
-    """Experts in every n-th layer; the layers between them are dense."""
-    return MoEConfig(experts=EXPERTS, experts_per_token=2, expert_dim=BASE["mlp_dim"], every=every)
-
-
-def alternating(policy: str, period: int = 3, layers: int = 8, *, scan: bool = True, moe: MoEConfig | None = None) -> Decoder:
+def alternating(policy: str, period: int = 3, layers: int = 8, *, scan: bool = True) -> Decoder:
     """Every `period`-th layer attends to all tokens, the others to a window."""
-    model = ModelConfig(**BASE | {"num_layers": layers, "sliding_window": 5, "full_attention_every": period, "moe": moe})
+    model = ModelConfig(**BASE | {"num_layers": layers, "sliding_window": 5, "full_attention_every": period})
     attention = AttentionConfig(backend="chunked", chunk=8)
     return build(model, ComputeConfig(remat=REMAT[policy], attention=attention, scan_layers=scan))
 
@@ -59,13 +51,13 @@ def barriers(decoder: Decoder, loops: int) -> list[tuple[tuple[int, ...], ...]]:
     """Shapes of the operands of each barrier in the gradients' program that has those of a layer's parameters, in so many loops."""
     graphdef, state = nnx.split(decoder)
     program = jax.make_jaxpr(jax.grad(lambda s: jnp.sum(nnx.merge(graphdef, s)(tokens(ROWS, LENGTH)))))(state)
-    wide = {(BASE["embed_dim"], BASE["mlp_dim"]), (BASE["embed_dim"], EXPERTS, BASE["mlp_dim"])}
+    wide = (BASE["embed_dim"], BASE["mlp_dim"])
     found = [
         tuple(operand.aval.shape for operand in equation.invars)
         for depth, equation in equations(program.jaxpr)
         if depth == loops and equation.primitive.name == "optimization_barrier"
     ]
-    return [shapes for shapes in found if wide & set(shapes)]
+    return [shapes for shapes in found if wide in shapes]
 
 
 @pytest.mark.parametrize("policy", REMAT)
@@ -93,30 +85,6 @@ def test_the_gradient_of_a_layers_input_waits_for_the_next_layers_weight_gradien
     assert len(in_turn) == 2 * (period - 1) and len(outside) == 2 * after
     for shapes in in_turn + outside:
         assert shapes[0] == (ROWS, LENGTH, BASE["embed_dim"]) and len(shapes) == 1 + parameters
-
-
-@pytest.mark.parametrize("every", [1, 2])
-@pytest.mark.parametrize("policy", ["none", "full", "names"])
-def test_loss_and_gradients_of_experts_are_those_of_layers_without_an_order(policy: str, every: int) -> None:
-    """10 layers in turns of four, all with experts or every second one: two whole turns, and two layers after them."""
-    want, want_grads = value_and_grad(alternating("none", 4, 10, scan=False, moe=experts(every)), tokens(ROWS, LENGTH))
-    value, grads = value_and_grad(alternating(policy, 4, 10, moe=experts(every)), tokens(ROWS, LENGTH))
-    np.testing.assert_allclose(value, want, rtol=1e-6)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=5e-5, atol=2e-7), grads, want_grads)
-
-
-@pytest.mark.parametrize("policy", ["none", "full"])
-@pytest.mark.parametrize(("period", "every", "barriers_in_turn"), [(4, 1, 6), (4, 2, 6), (3, 1, 4), (2, 1, 0), (2, 2, 0)])
-def test_layers_with_experts_follow_each_other_in_turns_of_more_than_two(
-    policy: str, period: int, every: int, barriers_in_turn: int
-) -> None:
-    """Twice between two layers of a turn, with the parameters of the kind of layer whose weight gradients are waited for."""
-    decoder = alternating(policy, period, 2 * period, moe=experts(every))
-    dense = set() if decoder.dense_blocks is None else {len(jax.tree.leaves(nnx.state(decoder.dense_blocks)))}
-    kinds = {len(jax.tree.leaves(nnx.state(decoder.blocks)))} | dense
-    found = barriers(decoder, 1)
-    assert len(found) == barriers_in_turn and not barriers(decoder, 0)
-    assert {len(shapes) - 1 for shapes in found} == (kinds if found else set())
 
 
 @pytest.mark.parametrize("policy", ["full", "dots", "names"])

@@ -466,9 +466,6 @@ CLOSE = {
     ("models/olmo2-7b", "full"): {"loss": 0.012, START: 0.03, BACKWARD: 0.012},
     ("models/deepseek-v3-671b", "offload"): {START: 0.025, "optimizer": 0.02},
     ("models/deepseek-v2-lite", "none"): {"loss": 0.012, START: 0.012, BACKWARD: 0.045},
-    ("models/llama-4-scout-17b-16e", "offload"): {START: 0.012, "last layer of the backward pass": 0.045, WHOLE: 0.04},
-    ("models/llama-4-scout-17b-16e", "full"): {BACKWARD: 0.012, "last layer of the backward pass": 0.012, WHOLE: 0.04},
-    ("models/llama-4-scout-17b-16e", "dots"): {START: 0.012, BACKWARD: 0.012, WHOLE: 0.012},
     ("models/deepseek-v2-lite", "dots"): {START: 0.012, BACKWARD: 0.03, WHOLE: 0.012},
     ("models/qwen3-1.7b", "offload"): {"loss": 0.02, START: 0.035, BACKWARD: 0.035, "last layer of the backward pass": 0.035},
 }
