@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ridgeline.configs.remat import POLICIES
-from ridgeline.planner import eight_bits
+from ridgeline.planner import delayed_experts, eight_bits
 from ridgeline.planner.activations import Component, attention_workspace, mask_bytes, offloads_inputs, relaid_bytes, saved_arrays
 from ridgeline.planner.live_buffers import DELAYED, LiveBuffers
 from ridgeline.planner.local import muon_layers
@@ -47,6 +47,8 @@ class StepMemory(LiveBuffers):
             **({} if self.local.adapted else {"embedding gradient": self.embedding_gradient()}),
             "optimizer": self.optimizer(),
         }
+        if self.turn.layers > 1 and self.turn.pipelined and self.turn.recomputes and delayed_experts.delays_turns(self.local):
+            points["first turns of the backward pass"] = self.first_turns()
         if self.overlap:
             points["end of the backward pass"] = self.end_of_backward()
         if self.combined and self.local.fsdp > 1:
@@ -284,6 +286,23 @@ class StepMemory(LiveBuffers):
             ),
             "working_activations": Component(
                 working, f"backward pass of {DELAYED} layers: inputs of their weight gradients, which are computed later"
+            ),
+            "loss": self.unembedding_gradient(),
+        }
+
+    def first_turns(self) -> Components:
+        """Return what is live in the third turn of layers with experts, which is not in the loop (planner/delayed_experts.py)."""
+        local = self.local
+        pending = delayed_experts.pending_layers(self.turn.layers) * delayed_experts.operands(local)
+        return {
+            "activations": self.saved,
+            "accumulated_gradients": self.accumulated(),
+            "parameter_copies": Component(
+                self.layout_copies() + 2 * self.gathered_layer(), "transposed parameters of attention out; gathered weights of two layers"
+            ),
+            "working_activations": Component(
+                pending + delayed_experts.current(local) + self.turn.zeroed_slots() + local.cut_stream_bytes,
+                "backward pass of two turns of layers and a half: inputs of their weight gradients, which are computed later",
             ),
             "loss": self.unembedding_gradient(),
         }
