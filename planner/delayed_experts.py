@@ -1,8 +1,8 @@
 """What the weight gradients of layers with experts are computed from, where XLA delays those of several turns of layers.
 
 So at the start of the backward pass, which is not in the loop over layers, of turns of several layers whose tokens are exchanged by
-all_to_all without a capacity: the gradients of two turns are computed in the second half of the third one. Read from the heap of a compiled
-step of Llama 4 Scout in float8 and the largest buffers of one of gpt-oss (GPU backend, jax 0.10.2). Sizes are bytes of one device.
+all_to_all without a capacity: the gradients of two turns are computed in the second half of the third one. Read from the heaps of compiled
+steps of Llama 4 Scout in float8 and of gpt-oss (GPU backend, jax 0.10.2). Sizes are bytes of one device.
 """
 
 from __future__ import annotations

@@ -461,7 +461,7 @@ def test_the_loss_chunk_is_that_of_the_loss():
 
 
 START, BACKWARD, WHOLE = "start of the backward pass", "backward pass", "whole step"
-AT_START = (START, "first layers of the backward pass", "reductions of the first layers")
+AT_START = (START, "first layers of the backward pass", "first turns of the backward pass", "reductions of the first layers")
 """Points of the plan before the loop over layers."""
 CLOSE = {
     ("models/gemma2-9b", "offload"): {WHOLE: 0.015},
@@ -483,6 +483,7 @@ CLOSE = {
     ("models/qwen3-8b", "attention-only"): {START: 0.035},
     ("models/llama-3.1-70b", "names"): {START: 0.065, BACKWARD: 0.045, WHOLE: 0.065},
     ("models/gpt-oss-20b", "dots"): {START: 0.035, BACKWARD: 0.03},
+    ("models/gpt-oss-20b", "full", 1024): {START: 0.012, WHOLE: 0.012},
     ("models/gpt-oss-20b", "full"): {START: 0.012, BACKWARD: 0.045, "optimizer": 0.1},
     ("models/gemma3-4b", "full"): {"loss": 0.025, START: 0.025, BACKWARD: 0.012},
     ("models/gpt-oss-20b", "none"): {START: 0.03, BACKWARD: 0.035},
