@@ -11,6 +11,8 @@ from ridgeline.configs import remat as remat_table
 from ridgeline.configs.remat import POLICIES
 from ridgeline.planner.local import LocalSizes
 
+KEEPS_RESULTS = ("cudnn", "pallas")
+"""Attention backends whose backward pass reads the results of the forward pass in the layout that the model has (chunked: another one)."""
 TAGS_STATISTICS = ("chunked", "pallas")
 """Attention backends that tag their softmax statistics: where these are kept, attention is not recomputed (models/attention)."""
 
@@ -92,7 +94,10 @@ def saved_arrays(local: LocalSizes, backend: str) -> list[tuple[int, int]]:
             kept = [*_latent_attention_saved(local, backend, gathered // 2), (gates, hidden), (1, sorted_bytes)]
         if policy == "attention-only":
             return kept
-        own_layout = local.context_bytes if backend == "chunked" else 0  # results, as attention in blocks computes them
+        # Results as the kernel computes them: in blocks with another layout, or of all tokens of some heads, before they are exchanged over
+        # context. Latents have their own term for it.
+        exchanged = local.context_method == "all_to_all" and backend in KEEPS_RESULTS and not local.latent_bytes
+        own_layout = local.context_bytes if backend == "chunked" or exchanged else 0
         return [*kept, (1, own_layout), (1, local.softmax_bytes), (1, _scores_saved(local, backend))]
     if policy == "dots":
         # a ring's matmul with a scattered result is one matmul per chunk, and each is kept

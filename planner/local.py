@@ -393,9 +393,14 @@ class LocalSizes:
         return Schedule(self.pipeline, self.config.trainer.accumulation, self.config.mesh.pipeline_chunks)
 
     @property
+    def context_method(self) -> str | None:
+        """How attention goes over context: ring, all_to_all, or None where rows are not sharded."""
+        return context_method(self.config, {"context": self.context, "tensor": self.tensor})
+
+    @property
     def ring(self) -> bool:
         """Whether attention is a ring over context."""
-        return context_method(self.config, {"context": self.context, "tensor": self.tensor}) == "ring"
+        return self.context_method == "ring"
 
     def attention_backend(self, *, gpu: bool = True) -> str:
         """Return the attention backend on this mesh, with `auto` resolved."""

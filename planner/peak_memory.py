@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ridgeline.configs.remat import POLICIES
-from ridgeline.planner import eight_bits
+from ridgeline.planner import delayed_experts, eight_bits
 from ridgeline.planner.activations import (
     Component,
     attention_workspace,
@@ -55,6 +55,8 @@ class StepMemory(LiveBuffers):
             **({} if self.local.adapted else {"embedding gradient": self.embedding_gradient()}),
             "optimizer": self.optimizer(),
         }
+        if self.turn.layers > 1 and self.turn.pipelined and self.turn.recomputes and delayed_experts.delays_turns(self.local):
+            points["first turns of the backward pass"] = self.first_turns()
         if self.overlap:
             points["end of the backward pass"] = self.end_of_backward()
         if self.combined and self.local.fsdp > 1:
@@ -279,12 +281,17 @@ class StepMemory(LiveBuffers):
         layers' weight gradients are live when the gradient of the second layer's input is computed, two arrays in the rows of the experts
         (inputs, and gradients of the results) for each layer, and the parts by gate and by up. The stacks of gradients are not yet zeroed.
         Where the second layer waits for its input from host memory, the gradients of the down matrices, which are plain matmuls with a
-        capacity, are computed meanwhile: their hidden inputs are gone, and one of the gradients of the results.
+        capacity, are computed meanwhile: their hidden inputs are gone, and one of the gradients of the results. Over tensor the first
+        layer's gradient of down is computed while the second layer's attention is gathered, and where blocks are recomputed the tokens of
+        the first layer come to the rows of its experts once more for the gradients of gate and up, after the second layer.
         """
         local = self.local
+        capacity = local.config.compute.experts.capacity_factor is not None
         delayed = DELAYED * (self.turn.before_weight_gradients() + 2 * local.row_bytes)
-        if local.config.compute.experts.capacity_factor is not None and offloads_inputs(local):
+        if capacity and offloads_inputs(local):
             delayed -= DELAYED * local.hidden_bytes + local.row_bytes
+        if local.tensor > 1 and self.turn.recomputes and not capacity:
+            delayed -= local.hidden_bytes + 2 * local.row_bytes
         working = delayed + 2 * local.row_bytes + SLOTS_IN_FLIGHT * local.slot_bytes + STREAMS_IN_FLIGHT * local.stream_bytes
         working += self.turn.zeroed_slots() if local.model.moe_layers > DELAYED else 0  # of the layers to come
         working += self.recomputed_attention() + self.outside.activations
@@ -297,6 +304,23 @@ class StepMemory(LiveBuffers):
             ),
             "working_activations": Component(
                 working, f"backward pass of {DELAYED} layers: inputs of their weight gradients, which are computed later"
+            ),
+            "loss": self.unembedding_gradient(),
+        }
+
+    def first_turns(self) -> Components:
+        """Return what is live in the third turn of layers with experts, which is not in the loop (planner/delayed_experts.py)."""
+        local = self.local
+        pending = delayed_experts.pending_layers(self.turn.layers) * delayed_experts.operands(local)
+        return {
+            "activations": self.saved,
+            "accumulated_gradients": self.accumulated(),
+            "parameter_copies": Component(
+                self.layout_copies() + 2 * self.gathered_layer(), "transposed parameters of attention out; gathered weights of two layers"
+            ),
+            "working_activations": Component(
+                pending + delayed_experts.current(local) + self.turn.zeroed_slots() + local.cut_stream_bytes,
+                "backward pass of two turns of layers and a half: inputs of their weight gradients, which are computed later",
             ),
             "loss": self.unembedding_gradient(),
         }

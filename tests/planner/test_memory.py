@@ -207,6 +207,35 @@ def test_gradients_of_experts_are_not_delayed_where_they_are_summed_over_context
     assert 25_888_715_984 < estimated(case).temp_bytes < 1.25 * 25_888_715_984
 
 
+def test_gradients_of_experts_are_delayed_for_two_turns_of_layers_where_tokens_are_sent_without_a_capacity():
+    """Llama 4 Scout on 256 H100 and gpt-oss on 64 (drawn, seed 92001): without that point half of their memory is missing."""
+    scout = [
+        "data.seq_len=8192",
+        "model.max_seq_len=8192",
+        "data.batch_size=2048",
+        "trainer.accumulation=4",
+        "precision.matmul=fp8_delayed",
+    ]
+    scout += ["compute.remat.policy=offload", "compute.remat.names=[block_input]", "data.document_masking=false"]
+    oss = ["data.seq_len=1024", "model.max_seq_len=1024", "data.batch_size=1024", "trainer.accumulation=4"]
+    oss += [
+        "compute.remat.policy=full",
+        "data.document_masking=false",
+        "precision.params=bfloat16",
+        "precision.stochastic_rounding=true",
+        "compute.loss_chunk=4096",
+    ]
+    oss += ["compute.experts.exchange=all_to_all"]
+    for model, overrides, mesh, compiled_bytes in (
+        ("llama-4-scout-17b-16e", scout, {"fsdp": 32, "tensor": 4, "expert": 2}, 76_188_883_752),
+        ("gpt-oss-20b", oss, {"fsdp": 2, "tensor": 4, "expert": 8}, 68_644_091_504),
+    ):
+        case = {"config": f"models/{model}", "overrides": [*overrides, "precision.gradients=bfloat16"], "mesh": mesh}
+        estimate = estimated(case | {"overlap": True, "combined": True})
+        assert estimate.compiled_bytes == pytest.approx(compiled_bytes, rel=0.035), model
+        assert estimate.peak_at == "first turns of the backward pass"
+
+
 def test_a_ring_transposes_what_dots_keeps_of_latent_attention():
     """DeepSeek V2 Lite on 128 H200 (drawn, seed 72102): without the copy of keys and values 8 % are missing."""
     overrides = ["data.seq_len=2048", "model.max_seq_len=2048", "data.batch_size=1024", "trainer.accumulation=1"]
@@ -445,7 +474,7 @@ def test_the_loss_chunk_is_that_of_the_loss():
 
 
 START, BACKWARD, WHOLE = "start of the backward pass", "backward pass", "whole step"
-AT_START = (START, "first layers of the backward pass", "reductions of the first layers")
+AT_START = (START, "first layers of the backward pass", "first turns of the backward pass", "reductions of the first layers")
 """Points of the plan before the loop over layers."""
 CLOSE = {
     ("models/gemma2-9b", "offload"): {WHOLE: 0.015},
@@ -471,6 +500,7 @@ CLOSE = {
     ("models/qwen3-8b", "attention-only"): {START: 0.035},
     ("models/llama-3.1-70b", "names"): {START: 0.012, BACKWARD: 0.045, WHOLE: 0.015},
     ("models/gpt-oss-20b", "dots"): {START: 0.035, BACKWARD: 0.03},
+    ("models/gpt-oss-20b", "full", 1024): {START: 0.012, WHOLE: 0.012},
     ("models/gpt-oss-20b", "full"): {START: 0.012, BACKWARD: 0.045, "optimizer": 0.1},
     ("models/gemma3-4b", "full"): {"loss": 0.025, START: 0.025, BACKWARD: 0.012},
     ("models/gpt-oss-20b", "none"): {START: 0.03, BACKWARD: 0.035},
@@ -483,6 +513,7 @@ CLOSE = {
     ("models/olmo2-7b", "full"): {"loss": 0.012, START: 0.03, BACKWARD: 0.012},
     ("models/deepseek-v3-671b", "offload"): {START: 0.025, "optimizer": 0.02},
     ("models/deepseek-v2-lite", "none"): {"loss": 0.012, START: 0.012, BACKWARD: 0.045},
+    ("models/deepseek-v2-lite", "dots"): {START: 0.012, BACKWARD: 0.03, WHOLE: 0.012},
     ("models/qwen3-1.7b", "offload"): {"loss": 0.02, START: 0.035, BACKWARD: 0.035, "last layer of the backward pass": 0.035},
     ("models/gemma3-4b", "names", "tensor"): {"loss": 0.03, START: 0.018, BACKWARD: 0.012, WHOLE: 0.012},
     ("models/gemma3-12b", "names", "tensor"): {

@@ -1,0 +1,52 @@
+"""What the weight gradients of layers with experts are computed from, where XLA delays those of several turns of layers.
+
+So at the start of the backward pass, which is not in the loop over layers, of turns of several layers whose tokens are exchanged by
+all_to_all without a capacity: the gradients of two turns are computed in the second half of the third one. Read from the heaps of compiled
+steps of Llama 4 Scout in float8 and of gpt-oss (GPU backend, jax 0.10.2). Sizes are bytes of one device.
+"""
+
+from __future__ import annotations
+
+from ridgeline.planner.local import LocalSizes
+
+
+def delays_turns(local: LocalSizes) -> bool:
+    """Return whether the gradients of two turns and a half are pending together; not where those of a turn are reduced within it."""
+    sums_twice = local.data * local.context > 1
+    return local.written_in_place != (0, 0) and local.fsdp > 1 and not sums_twice and not local.adapted
+
+
+def pending_layers(layers: int) -> int:
+    """Return the layers whose weight gradients are pending then, the current one included, for turns of so many."""
+    return 2 * layers + layers // 2
+
+
+def operands(local: LocalSizes) -> int:
+    """Return the bytes that the weight gradients of one layer are computed from.
+
+    The inputs of attention and MLP, and the gradients of their results; in the rows of the experts the inputs, and the gradients of the
+    results; of the hidden activations the gradients of gate and up and the input of down (with biases these gradients also padded, and gate
+    and up in place of that input). With norms of queries and keys, their inputs and gradients.
+
+    Float8: one byte each but for the inputs of attention and MLP; gate and up of shared experts have their gradients in both layouts; the
+    gradient of the norm before the MLP needs its input in float32 and the gradient of its result; queries are there before their norm too.
+    """
+    moe = local.model.moe
+    assert moe is not None
+    gates = 2 if local.model.gated_mlp else 1
+    hidden = (gates + 1) * local.hidden_bytes
+    normed = 2 * (local.query_bytes + local.key_bytes) if local.model.qk_norm else 0
+    attention = local.query_bytes + 2 * local.key_bytes + local.context_bytes
+    if not local.config.precision.eight_bit:
+        with_biases = (2 * gates - 1) * local.hidden_bytes if local.model.mlp_bias else 0
+        return hidden + with_biases + 2 * local.row_bytes + 4 * local.stream_bytes + attention + normed
+    shared = moe.shared_experts * local.tokens * local.model.expert_width * local.compute_itemsize // local.tensor
+    narrow = hidden + gates * shared + 2 * local.row_bytes + 2 * local.stream_bytes + 2 * attention
+    of_norm = (4 // local.compute_itemsize + 1) * local.cut_stream_bytes
+    return narrow // local.compute_itemsize + 2 * local.stream_bytes + of_norm + normed + local.query_bytes
+
+
+def current(local: LocalSizes) -> int:
+    """Return the bytes that are live beside these in the MLP of the current layer: the parts of the rows' gradients by gate and by up, and
+    their sum in the slots of the tokens of other devices."""
+    return (2 if local.model.gated_mlp else 1) * local.row_bytes + local.slot_bytes
