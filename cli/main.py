@@ -214,11 +214,11 @@ def run(arguments: Sequence[str]) -> int:
             raise
         _print_error(str(error))
         return USAGE
-    except ValueError as error:
-        if not _raised_in(error, "jax._src.config") or os.environ.get("RIDGE_DEBUG") == "1":
+    except (ValueError, RuntimeError, AssertionError) as error:
+        message = _jax_message(error)
+        if message is None or os.environ.get("RIDGE_DEBUG") == "1":
             raise
-        names = ", ".join(sorted(name for name in os.environ if name.startswith("JAX_")))
-        _print_error(f"JAX does not accept one of these environment variables: {names}: {error}")
+        _print_error(message)
         return USAGE
     except OSError as error:
         if error.filename is None or os.environ.get("RIDGE_DEBUG") == "1":
@@ -227,12 +227,20 @@ def run(arguments: Sequence[str]) -> int:
         return USAGE
 
 
-def _raised_in(error: Exception, module: str) -> bool:
-    """Return whether an error was raised in a module."""
+def _jax_message(error: Exception) -> str | None:
+    """Return one line for an error of JAX about its environment: a variable that it does not accept, no such devices; else None."""
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
-    return last is not None and last.tb_frame.f_globals.get("__name__") == module
+    module = None if last is None else last.tb_frame.f_globals.get("__name__")
+    reason = " ".join(str(error).split())[:300]
+    if module == "jax._src.config" and isinstance(error, ValueError):
+        names = ", ".join(sorted(name for name in os.environ if name.startswith("JAX_")))
+        return f"JAX does not accept one of these environment variables: {names}: {reason}"
+    if module == "jax._src.xla_bridge" and not isinstance(error, ValueError):
+        wanted = sys.modules["jax"].config.values["jax_platforms"]
+        return f"JAX cannot start the platform '{wanted}' (runtime.platform, or JAX_PLATFORMS): {reason or 'no such device here'}"
+    return None
 
 
 def _stop_early(number: int, frame: types.FrameType | None) -> NoReturn:

@@ -62,7 +62,7 @@ from ridgeline.trainer.plan_record import record_plan
 from ridgeline.trainer.prepare import Prepared, check_data, data_seed, prepare, start_warnings
 from ridgeline.trainer.pretrained import changed_positions, holds_only_params, merged_tokenizer, open_source, start_from
 from ridgeline.trainer.program_cache import open_program_cache
-from ridgeline.trainer.start import StartedRun, check_restored, check_start, complete_step, keep_tokenizer, start_backend, start_run
+from ridgeline.trainer.start import StartedRun, check_restored, check_start, complete_step, keep_tokenizer, start_run
 from ridgeline.trainer.state import TrainState
 from ridgeline.trainer.step import Batch, abstract_batch, local_rows, param_norm, to_global, with_loss_limit
 from ridgeline.trainer.stop import GracePeriod, Stop, StopRequested, in_thread, last_write_s
@@ -106,7 +106,7 @@ def train(
       CheckpointError: checkpoints cannot be saved or loaded.
       StopRequested: a stop was requested before the first step. Nothing needs saving, but threads may be working: exit by `os._exit`.
     """
-    process = start_backend()
+    process = jax.process_index()
     end = os._exit if link is None else link.exit
     progress = build_progress(config.trainer.steps, process=process)
     own_stop = stop is None

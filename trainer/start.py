@@ -41,16 +41,6 @@ from ridgeline.trainer.pretrained import check_optimizer, check_source
 _SOURCE_TREE = SOURCE_TREE
 
 
-def start_backend() -> int:
-    """Start JAX's backend and return the index of this process. Raises UserError where JAX cannot: there are no such devices."""
-    try:
-        return jax.process_index()
-    except (RuntimeError, AssertionError) as error:
-        wanted = jax.config.values["jax_platforms"]
-        reason = " ".join(str(error).split())[:300] or "no such device here"
-        raise UserError(f"JAX cannot start the platform '{wanted}' (runtime.platform, or JAX_PLATFORMS): {reason}") from error
-
-
 @dataclass(frozen=True)
 class StartedRun(RunDir):
     """The run directory of a run that was started."""

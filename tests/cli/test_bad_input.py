@@ -271,6 +271,18 @@ def test_a_platform_that_is_not_there_is_named(variable: str, override: str, wri
     assert not (tmp_path / "run").exists()
 
 
+def test_other_commands_name_a_platform_that_is_not_there() -> None:
+    for words in (["calibrate"], ["bench", "matmul", "quickstart"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "ridgeline", *words],
+            env={**os.environ, "JAX_PLATFORMS": "tpu"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == USAGE and "cannot start the platform 'tpu'" in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
 @pytest.mark.parametrize(
     ("name", "value"), [("JAX_ENABLE_X64", "maybe"), ("JAX_NUM_CPU_DEVICES", "many"), ("JAX_DEFAULT_MATMUL_PRECISION", "exact")]
 )
