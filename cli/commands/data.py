@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from ridgeline.loaders.manifest import Manifest
     from ridgeline.measure.loader import LoaderResult
 
+LONGEST_ROW = 2**20
+"""Most tokens of a row that is printed."""
 SAMPLE_TOKENS = 128
 BENCH_TOKENS = 2048
 BENCH_ROWS = 32
@@ -35,7 +37,9 @@ BENCH_ROWS = 32
     show_default=True,
     help="Number of random rows (chat corpora: conversations) to print as text.",
 )
-@click.option("--seq-len", type=Int32Range(min=1), help=f"Tokens per printed row [default: {SAMPLE_TOKENS}, or the packed length].")
+@click.option(
+    "--seq-len", type=click.IntRange(1, LONGEST_ROW), help=f"Tokens per printed row [default: {SAMPLE_TOKENS}, or the packed length]."
+)
 @click.option("--seed", type=Int32Range(min=0), default=0, show_default=True, help="Random seed for the choice of rows.")
 @click.option("--verify", is_flag=True, help="Compare the SHA-256 of every shard with the manifest.")
 @json_option

@@ -271,6 +271,10 @@ def test_a_platform_that_is_not_there_is_named(variable: str, override: str, wri
     assert not (tmp_path / "run").exists()
 
 
+def test_a_row_to_print_has_at_most_a_million_tokens(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert "1<=x<=1048576" in refused(capsys, "data", "inspect", str(tmp_path), "--seq-len", "1048577")
+
+
 def test_other_commands_name_a_platform_that_is_not_there() -> None:
     for words in (["calibrate"], ["bench", "matmul", "quickstart"]):
         done = subprocess.run(
