@@ -95,7 +95,7 @@ def test_a_dry_run_shows_the_script_of_a_job_that_would_be_refused(capsys: pytes
     [
         (["submit", "tiny.yaml", "-N", "2"], "missing option '--cluster' / '-c'"),
         (["submit", "tiny.yaml", "-c", "local"], "missing option '--nodes' / '-N'"),
-        (["submit", "tiny.yaml", "-c", "local", "-N", "0"], "invalid value for '--nodes' / '-N': 0 is not in the range x>=1"),
+        (["submit", "tiny.yaml", "-c", "local", "-N", "0"], "invalid value for '--nodes' / '-N': 0 is not in the range 1<=x<=1048576"),
         (["submit", "tiny.yaml", "-c", "lcoal", "-N", "2"], "cluster 'lcoal' not found; did you mean 'local'? (shipped: "),
         ([*SUBMIT, "--time", "1h"], "--time '1h' "),
         ([*SUBMIT, "--cluster-set", "slurm.acount=x"], "override 'slurm.acount=x': slurm.acount: unknown key; did you mean 'account'?"),
