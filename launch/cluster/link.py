@@ -191,9 +191,11 @@ class Link:
         return self._surveying
 
     async def _survey_once(self) -> None:
+        here = asyncio.ensure_future(asyncio.to_thread(self.position))
         await self._ask_all()
+        # before another process is told, which then ends: this one would no longer wait for it in a collective
+        positions = {0: await here, **{other: self._positions.get(other) for other in self._connections}}
         self._answered.set()
-        positions = {0: await asyncio.to_thread(self.position), **{other: self._positions.get(other) for other in self._connections}}
         own = asyncio.ensure_future(asyncio.to_thread(self.stacks))
         await asyncio.to_thread(self.report, positions)
         deadline_s = time.monotonic() + STACKS_S

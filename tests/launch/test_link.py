@@ -176,6 +176,15 @@ def test_any_process_has_it_reported_who_does_not_answer(stopped: int) -> None:
     assert [output.count("stacks") for _, output in ends] == [int(index != stopped) for index in range(3)]
 
 
+def test_process_0_says_what_it_does_before_the_one_that_asked_may_end() -> None:
+    """An end breaks the connections of a collective: process 0 would not wait in it any more."""
+    slow = "link.position = lambda: (time.sleep(0.8), {'at': 0, 's': round(time.time(), 3)})[1]\n"
+    asking = SURVEY + "link.survey(index); os.write(1, f'told {time.time():.3f}\\n'.encode()); time.sleep(0.3); os._exit(71)"
+    (_, first), (_, second) = run([SURVEY + slow + "time.sleep(3); os._exit(71)", asking], limit_s=10)
+    at_s = float(first.split("'s': ")[1].split("}")[0])
+    assert "report [(0, {'at': 0" in first and at_s <= float(second.split("told ")[1].split()[0])
+
+
 def test_a_report_that_takes_long_is_left_to_process_0() -> None:
     slow = SURVEY + "report = link.report\nlink.report = lambda positions: (time.sleep(4), report(positions))\n"
     ends = run([slow + "time.sleep(6); os._exit(71)", slow + "link.survey(index); time.sleep(5); os._exit(71)"], limit_s=12)
