@@ -45,7 +45,7 @@ WINDOW = 15
 PUBLISH_EVERY, PROBE_EVERY = 2, 2
 NAMED_SHARE, ENDED_SHARE = 0.7, 0.5
 """A rank is named from this part of the threshold on, so that one exactly at the threshold is named in spite of noise; it is no longer slow
-below the other part."""
+below the other part, from WINDOW steps after it was named on: until then the window has steps from before."""
 ERRORS = 3.6
 """The typical excess must be this many times its standard error above 0: noise does not name a rank."""
 RELATED = 2
@@ -317,7 +317,7 @@ class Stragglers(Hook):
                     f"{', ' + state if state else ''}; they wait about {1e3 * wait_s:.3g} ms per step"
                 )
         for name in self._named.keys() - slow.keys():
-            if typical_excess[name] < ENDED_SHARE * self._threshold:
+            if typical_excess[name] < ENDED_SHARE * self._threshold and step - self._since[name] >= WINDOW:
                 self.recorder.events.emit(END_EVENT, step=step, rank=name)
                 self.recorder.progress.note(f"step {step}: {name} is no longer slower than the others")
             else:

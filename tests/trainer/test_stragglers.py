@@ -255,20 +255,28 @@ def test_a_slow_rank_is_reported_once_with_its_node_and_state_and_again_when_it_
         return [{"process": process, "node": f"node0{process}", "own": own[process], "states": [state]} for process in own]
 
     hook._step_s = 0.56
-    for step, share in ((18, 0.0), (21, 0.12), (24, 0.12), (27, 0.06), (30, 0.0)):
+    for step, share in (
+        (18, 0.0),
+        (21, 0.12),
+        (24, 0.12),
+        (27, 0.06),
+        (30, 0.0),
+        (33, 0.12),
+        (36, 0.0),
+    ):  # at 30 noise alone: the window has steps from before 21
         hook._compare(step, published(share))
-    hook.close(30)
+    hook.close(36)
     log.close()
     found = [(event.kind, event.fields) for event in read_events(tmp_path / "events.0.jsonl") if event.kind.startswith("straggler")]
     assert [(kind, fields["step"], fields["rank"]) for kind, fields in found] == [
         ("straggler", 21, "process 2"),
-        ("straggler_end", 30, "process 2"),
+        ("straggler_end", 36, "process 2"),
     ]
     assert found[0][1] | {"node": "node02", "excess": pytest.approx(0.12), "wait_s": pytest.approx(0.06)} == found[0][1]
     assert notes == [
         "step 21: straggler: process 2 (node node02) computes 12% longer than the others, 1290 MHz of 1980, 88 °C, hardware thermal "
         "slowdown; they wait about 60 ms per step",
-        "step 30: process 2 is no longer slower than the others",
+        "step 36: process 2 is no longer slower than the others",
     ]
 
 
