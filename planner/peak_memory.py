@@ -22,28 +22,20 @@ from ridgeline.planner.activations import (
     ring_keeps_update,
     saved_arrays,
 )
-from ridgeline.planner.live_buffers import DELAYED, LiveBuffers
-from ridgeline.planner.local import LocalSizes, muon_layers
+from ridgeline.planner.layer_peak import FROM_BLOCK_INPUTS, SLOTS_IN_FLIGHT, STREAMS_IN_FLIGHT, LayerPeak
+from ridgeline.planner.live_buffers import DELAYED
+from ridgeline.planner.local import muon_layers
 from ridgeline.planner.optimizer_state import optimizer_state
 from ridgeline.planner.parameters import matmul_weights
 from ridgeline.planner.recompute import recomputed
 
 COMBINED_BYTES = 30 * 2**20
 """XLA combines reductions up to this size of their results (xla_gpu_reduce_scatter_combine_threshold_bytes)."""
-STREAMS_IN_FLIGHT = 8
-"""Full-sequence residual streams [R, T, D] that are live in the backward pass of one layer (inputs, cotangents and their transposes)."""
-
-SLOTS_IN_FLIGHT = 2
-"""Arrays of the tokens of all devices of `expert` that are live there: inputs, and the gradients that are sent back."""
-FROM_BLOCK_INPUTS = ("full", "names", "offload")
-"""Policies with which the backward pass computes the inputs of MLP down again."""
-
-
 Components = dict[str, Component]
 
 
 @dataclass(frozen=True)
-class StepMemory(LiveBuffers):
+class StepMemory(LayerPeak):
     """What is live at each point of a step of these sizes."""
 
     def points(self) -> dict[str, Components]:
@@ -230,7 +222,7 @@ class StepMemory(LiveBuffers):
         together = layers if layers is not None else self.turn.pending if self.turn.in_order else self.turn.delayed(1)
         # the input of the next layer's MLP is not gathered where it waits for a gradient; while a stack is copied that of the loss is there
         in_mlp = STREAMS_IN_FLIGHT - int(self.waits and local.tensor > 1 and not relaid)
-        where, hidden, streams, copies, waiting, workspace = self._peak_in_layer(together, at_end, in_mlp, at_start=at_start)
+        where, hidden, streams, copies, waiting, workspace = self.peak_in_layer(together, at_end, in_mlp, at_start=at_start)
         cotangent = 4 * local.tokens * local.model.embed_dim // local.tensor
         gradients = self.layer_gradients * self.stack_itemsize
         next_layer = self.next_layer_weights() if self.overlap else 0
@@ -391,116 +383,6 @@ class StepMemory(LiveBuffers):
             "loss": self.reduced_early() if self.turn.layers > 1 and self.reduces_table_early else point["loss"],
         }
 
-    def _peak_in_layer(self, together: int, more: int, streams: int, *, at_start: bool) -> tuple[str, int, int, int, int, int]:
-        """Return the point of a layer's backward pass with most memory, and there: hidden activations, streams, gathered weights, gradients
-        before their reduction, and attention's workspace.
-
-        streams: residual streams in its MLP.
-        """
-        local = self.local
-        hidden, stream = local.hidden_bytes, local.stream_bytes
-        if self.reduced or local.adapted:
-            waiting = self.turn.trained_weights * local.gradient_itemsize
-        else:
-            waiting = self.turn.layers * 2 * local.mlp_matrix * 4
-        waiting += self.turn.norm_gradients()
-        mask, attention = mask_bytes(local, self.backend), attention_workspace(local, self.backend).bytes
-        recomputes = POLICIES[local.config.compute.remat.policy].recomputes_block
-        gates = 2 if local.model.gated_mlp else 1
-        again = recomputed(local.model, local.config.compute.remat)
-        policy = local.config.compute.remat.policy
-        kept = policy == "names" and local.model.moe is None and not {"gate", "up"} & again.weights
-        at_mlp = 4 if policy in FROM_BLOCK_INPUTS and not kept else 3  # kept gate and up are read from the stacks
-        if self.turn.layers == 1 and not self.turn.in_order:
-            at_mlp += again.mlp_update  # the input of down, which is multiplied again for a norm of the result
-        if self.overlap and recomputes and local.fsdp * local.tensor == 1:
-            at_mlp += gates  # nothing to gather: the next layer is recomputed early
-        at_end = 5 if 1 in (local.tensor, local.rows) else STREAMS_IN_FLIGHT
-        # 8-bit matmuls: the input of down for its weight gradient, and the gradient of a hidden activation in both layouts, one byte each
-        quantized = 3 * hidden // local.compute_itemsize if recomputes and local.config.precision.eight_bit else 0
-        of_experts = self.expert_rows_in_flight() + self.turn.padded_gradients() + SLOTS_IN_FLIGHT * local.slot_bytes
-        down = local.mlp_matrix * local.gradient_itemsize if self.reduced and self.combined and not local.adapted else 0
-        if down and local.model.moe is not None:  # those of the other layers of the turn wait for its end
-            down += (self.turn.trained_weights - local.gathered_trained_weights) * local.gradient_itemsize
-        if eight_bits.applies(local):
-            matrices = 2 * local.mlp_matrix * local.compute_itemsize
-            return max(
-                (
-                    ("its MLP", *eight_bits.in_mlp(local, again), matrices, down, mask),
-                    ("its attention", *eight_bits.in_attention(local), 0, 0, attention),
-                    ("its end", hidden, 5 * stream, 0, waiting + more, mask),
-                ),
-                key=lambda point: sum(point[1:]),
-            )
-        slices = 2 if kept and self.turn.in_order and not at_start else 0  # of kept gate and up, cut out of the stacks
-        # While the input of the next block comes from host memory, XLA computes the gradients of the MLP's weights: gate and up are left,
-        # from which the input of down is computed for the last of them. A ring starts when that input is there.
-        early = at_mlp
-        if offloads_inputs(local) and (local.ring or local.model.moe is None):
-            early = 0 if local.ring else gates
-        delayed = together * self.turn.before_weight_gradients() // self.turn.layers
-        points = (
-            (
-                "its MLP",
-                at_mlp * hidden + quantized + of_experts,
-                streams * stream,
-                2 * local.mlp_matrix * local.matrix_itemsize,
-                down,
-                mask,
-            ),
-            ("its attention", min(3, early) * hidden, 6 * stream, 0, 0, attention),
-            # attention may run before the gradients of the MLP's weights
-            ("its attention", early * hidden if recomputes else 0, 3 * stream + 5 * local.query_bytes, 0, 0, attention),
-            ("its end", hidden, at_end * stream, 0, waiting + more, mask),
-            *([("its end", delayed, 0, 0, more, mask)] if self.turn.layers > 1 and recomputes else []),
-            *self._mlp_after_others(together, (at_mlp + slices) * hidden, down, mask),
-        )
-        return max(points, key=lambda point: sum(point[1:]))
-
-    def _mlp_after_others(self, layers: int, of_mlp: int, down: int, mask: int) -> list[tuple[str, int, int, int, int, int]]:
-        """Return the point in the MLP of the last of some layers, when the weight gradients of the others are still to be computed.
-
-        of_mlp, down, mask: the sizes of hidden activations, gradients and mask of a layer alone. Streams: inputs of attention and MLP,
-        attention's result, the gradient of that of the MLP, the final hidden states and their gradient.
-        """
-        local, model = self.local, self.local.model
-        others = layers if self.turn.in_order else layers - 1 if self.turn.layers > 1 else -1
-        inputs = (self.turn.in_order and self.turn.recomputes) or local.config.compute.remat.policy in FROM_BLOCK_INPUTS
-        if others < 0 or model.moe is not None or not inputs:
-            return []
-        others *= self.turn.before_weight_gradients() // self.turn.layers
-        matrices, narrow = 2 * local.mlp_matrix * local.matrix_itemsize, local.config.precision.eight_bit
-        if narrow:
-            # the gradient of gate or up, which is quantized next, and the input of down, one byte each
-            of_mlp += local.hidden_bytes + local.hidden_bytes // local.compute_itemsize
-        if self.turn.in_order and local.tensor > 1:
-            return [("its MLP", others + hidden, streams, matrices, down, mask) for hidden, streams in self._mlp_in_order(of_mlp)]
-        streams = 6 * local.stream_bytes + local.query_bytes + local.context_bytes + 2 * local.key_bytes
-        if self.turn.in_order and not narrow:
-            streams -= local.stream_bytes  # no final hidden states, and the gradient of the results is that of the stream
-        elif not narrow:
-            streams += local.stream_bytes * 2 // local.compute_itemsize  # final hidden states are float32
-        if model.activation == "gelu_tanh" and self.turn.in_order and not narrow:
-            of_mlp += local.hidden_bytes
-        elif model.activation == "gelu_tanh" and not self.in_loop and not narrow:  # so in the heaps of Gemma 2 and 3
-            of_mlp += 4 * local.hidden_bytes // local.compute_itemsize  # tanh, float32
-        return [("its MLP", others + of_mlp, streams, matrices, down, mask)]
-
-    def _mlp_in_order(self, of_mlp: int) -> list[tuple[int, int]]:
-        """Return the sizes of hidden activations and of streams at two points in the MLP of an ordered layer over tensor.
-
-        First when the gradient of its result is gathered, which is transposed next (of_mlp: hidden activations there); then when the
-        gradients of its input by gate and by up are summed, which is scattered next. Also gathered: its input, and where attention is
-        recomputed that of attention, with queries, keys, values and the result. Sharded: inputs of the norms, their gradients.
-        """
-        local = self.local
-        gates, operands = 2 if local.model.gated_mlp else 1, eight_bits.one_byte if local.config.precision.eight_bit else _whole
-        inputs = local.stream_bytes + 4 * local.cut_stream_bytes
-        if recomputed(local.model, local.config.compute.remat).attention_update:
-            inputs += local.stream_bytes + local.query_bytes + local.context_bytes + 2 * local.key_bytes
-        gradient, operand = operands(local, local.stream_bytes), operands(local, local.hidden_bytes)
-        return [(of_mlp, inputs + 2 * gradient), ((1 + gates) * operand, inputs + gradient + (1 + gates) * local.stream_bytes)]
-
     def end_of_backward(self) -> Components:
         """Return what is live, with overlap, in the backward pass of the first layers, which comes last.
 
@@ -584,8 +466,3 @@ class StepMemory(LiveBuffers):
                 2 * 4 * stacks, "Muon: stacks of whole float32 matrices of a share of the layers, before and after an all-to-all"
             ),
         }
-
-
-def _whole(local: LocalSizes, size: int) -> int:
-    """Return the size of an array in the compute dtype."""
-    return size
