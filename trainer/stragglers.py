@@ -324,7 +324,8 @@ class Stragglers(Hook):
                 slow[name] = self._named[name]
         self._named = slow
         self._since = {name: self._since.get(name, step) for name in slow}
-        self._replace(step, {name: about[name][0]["node"] for name in slow})
+        still_slow = [name for name in slow if typical_excess[name] >= ENDED_SHARE * self._threshold]
+        self._replace(step, {name: about[name][0]["node"] for name in still_slow})
 
     @property
     def _threshold(self) -> float:

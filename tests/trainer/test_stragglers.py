@@ -315,6 +315,19 @@ def test_a_rank_that_stays_slow_is_replaced_once_where_the_job_can_and_may(tmp_p
     assert [event.fields["nodes"] for event in read_events(log.path) if event.kind == "straggler_replaced"] == [["node02"]] * done
 
 
+def test_a_rank_that_is_fast_again_is_not_replaced_before_it_is_told_as_recovered(tmp_path: Path) -> None:
+    notes, log = list[str](), EventLog(tmp_path / "events.0.jsonl", 0, run="r", restart=0)
+    recorder: Any = SimpleNamespace(events=log, progress=SimpleNamespace(note=notes.append), timer=None, writer=None)
+    config = StragglersConfig(threshold=THRESHOLD, replace_after=6)
+    hook = Stragglers(config, recorder, SimpleNamespace(newest=[]), None, "r.0", tmp_path, in_job=False)  # type: ignore[arg-type]
+    for step in range(18, 40, 3):
+        own = {process: [[at, [0.65 if process == 2 and step == 21 else 0.5]] for at in range(WINDOW)] for process in range(4)}
+        hook._compare(step, [{"process": p, "node": f"node0{p}", "own": own[p], "states": []} for p in own])
+    hook.close(40)
+    log.close()
+    assert [note for note in notes if "straggler:" not in note] == ["step 36: process 2 is no longer slower than the others"]
+
+
 def test_probes_take_a_small_share_of_the_time() -> None:
     rng = np.random.default_rng(5)
     for _ in range(200):
