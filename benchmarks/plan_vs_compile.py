@@ -210,6 +210,7 @@ def compiled(row: dict[str, Any], kernels: Path) -> dict[str, Any]:
 
 
 def config_of(row: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what tells one row's config from another's."""
     return row["model"], row["cluster"], row["nodes"], *row["overrides"]
 
 
@@ -220,6 +221,7 @@ def summary(name: str, errors: list[float]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Read the arguments and run the campaign."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=20)
@@ -230,6 +232,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--continue", dest="goes_on", action="store_true")
     args = parser.parse_args(arguments)
+    if args.goes_on and (args.json is None or not args.json.is_file()):
+        parser.error("--continue needs --json FILE, with a file of an earlier campaign")
     with tempfile.TemporaryDirectory() as kernels:
         return campaign(args, Path(kernels))
 

@@ -234,8 +234,8 @@ def _jax_message(error: Exception) -> str | None:
         last = last.tb_next
     module = None if last is None else last.tb_frame.f_globals.get("__name__")
     reason = " ".join(str(error).split())[:300]
-    if module == "jax._src.config" and isinstance(error, ValueError):
-        names = ", ".join(sorted(name for name in os.environ if name.startswith("JAX_")))
+    names = ", ".join(sorted(name for name in os.environ if name.startswith("JAX_")))
+    if module == "jax._src.config" and isinstance(error, ValueError) and names:
         return f"JAX does not accept one of these environment variables: {names}: {reason}"
     if module == "jax._src.xla_bridge" and not isinstance(error, ValueError):
         wanted = sys.modules["jax"].config.values["jax_platforms"]
