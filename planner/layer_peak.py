@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ridgeline.configs.remat import POLICIES
-from ridgeline.planner import eight_bits
+from ridgeline.planner import block_scaled, eight_bits
 from ridgeline.planner.activations import attention_workspace, mask_bytes, offloads_inputs
 from ridgeline.planner.live_buffers import LiveBuffers
 from ridgeline.planner.recompute import recomputed
@@ -64,6 +64,17 @@ class LayerPeak(LiveBuffers):
                     ("its MLP", *eight_bits.in_mlp(local, again), matrices, down, mask),
                     ("its attention", *eight_bits.in_attention(local), 0, 0, attention),
                     ("its end", hidden, 5 * stream, 0, waiting + more, mask),
+                ),
+                key=lambda point: sum(point[1:]),
+            )
+        if block_scaled.applies(local):
+            matrices, end = 2 * local.mlp_matrix * local.matrix_itemsize, 0 if at_start else waiting + more
+            return max(
+                (
+                    ("its MLP", *block_scaled.in_mlp(local, again, at_start=at_start), matrices, 0 if at_start else down, mask),
+                    ("its attention", 3 * hidden, 6 * stream, 0, 0, attention),
+                    ("its attention", at_mlp * hidden, 3 * stream + 5 * local.query_bytes, 0, 0, attention),
+                    ("its end", hidden, at_end * stream, 0, end, mask),
                 ),
                 key=lambda point: sum(point[1:]),
             )

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ridgeline.configs.remat import zeroes_embedding_early
+from ridgeline.planner import block_scaled
 from ridgeline.planner.activations import Component
 from ridgeline.planner.local import LocalSizes
 from ridgeline.planner.optimizer_state import expert_scales
-from ridgeline.planner.recompute import waiting
+from ridgeline.planner.recompute import recomputed, waiting
 from ridgeline.planner.turn import Turn
 
 MOMENTS = 2
@@ -156,12 +157,15 @@ class LiveBuffers:
         """Return the bytes that the weight gradients of two layers are computed from, where their operands are block-scaled.
 
         These layers are outside of the loop over layers, and nothing waits for their weight gradients: the scheduler delays them, and the
-        operands are quantized along the tokens as late. Those of a layer's MLP are the gradients of gate and up, the input of down and its
-        gradient; with nvfp4 also one result in float32. Turns of several layers have a term for it (`Turn.before_weight_gradients`).
+        operands are quantized along the tokens as late. Where gate and up are kept, those of a layer's MLP are the gradients of gate and
+        up, the input of down and its gradient; with nvfp4 also one result in float32. Turns of several layers have a term for it
+        (`Turn.before_weight_gradients`).
         """
         local, precision = self.local, self.local.config.precision
         if precision.block_scaled is None or not self.overlap or self.turn.layers > 1:
             return 0
+        if block_scaled.applies(local):
+            return DELAYED * block_scaled.before_weight_gradients(local, recomputed(local.model, local.config.compute.remat))
         wide = local.hidden_bytes if precision.block_scaled == "nvfp4" else 0
         return DELAYED * ((2 if local.model.gated_mlp else 1) + 2) * local.hidden_bytes + wide
 

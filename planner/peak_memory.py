@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ridgeline.configs.remat import POLICIES
-from ridgeline.planner import delayed_experts, eight_bits
+from ridgeline.planner import block_scaled, delayed_experts, eight_bits
 from ridgeline.planner.activations import (
     Component,
     attention_workspace,
@@ -139,7 +139,7 @@ class StepMemory(LayerPeak):
                 "mask of packed documents",
             ),
             "working_activations": Component(
-                3 * local.heads * local.stream_bytes + local.cut_stream_bytes + early,
+                3 * local.heads * local.stream_bytes + local.cut_stream_bytes + early + block_scaled.constants(local),
                 "final hidden states, their gradient and the last block's output"
                 + ("; attention of the last layer, recomputed" if early else ""),
             ),
@@ -174,6 +174,8 @@ class StepMemory(LayerPeak):
             turn_waits = self.turn.layers > 1 and self.waits
             delayed = self.delayed_block_scaled() + (local.slot_bytes + local.stream_bytes if turn_waits else 0)
             start = self.backward(relaid=relaid, layers=self.turn.delayed_at_start, delayed=delayed)
+            if delayed and block_scaled.applies(local):
+                start |= {"gradients": Component(self.early_table(), "none yet: those of the first layers are delayed")}
             return start | ({"loss": self.reduced_early()} if turn_waits and self.reduces_table_early else {})
         after = 3 * (local.hidden_bytes + local.stream_bytes) + 5 * local.cut_stream_bytes + 2 * (local.query_bytes + local.key_bytes)
         if pieces:
@@ -253,7 +255,7 @@ class StepMemory(LayerPeak):
                 + (", also those of the next layer" if next_layer else ""),
             ),
             "working_activations": Component(
-                hidden + streams + relaid + cotangent + delayed,
+                hidden + streams + relaid + cotangent + delayed + block_scaled.constants(local),
                 f"backward pass of one layer, with its peak in {where}"
                 + ("; one saved value of all layers in another layout" if relaid else ""),
             ),
