@@ -414,7 +414,7 @@ class StepMemory(LayerPeak):
         }
 
     def reductions_after_layers(self) -> Components:
-        """Return what is live after the backward pass of the layers, while gradients of both tables and of the first two layers are reduced.
+        """Return what is live after the backward pass of the layers, while gradients of tables and first layers are reduced.
 
         The scheduler computes the gradients of the tables, and starts their reductions, as soon as the gradient of the first layer's input
         is there; the first layer's weight gradients are computed meanwhile. The loop hands on the gradients of the layer after it, and one
