@@ -232,7 +232,7 @@ class LiveBuffers:
         """
         local = self.local
         dense = local.model.moe is None and not local.adapted and local.pipeline == 1
-        return dense and self.turn.layers == 1 and not self.turn.in_order
+        return dense and self.turn.layers == 1
 
     @property
     def reduces_table_early(self) -> bool:
