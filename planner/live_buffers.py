@@ -229,6 +229,16 @@ class LiveBuffers:
         return size if delays and size < 4 * local.table else 0
 
     @property
+    def reduces_at_end(self) -> bool:
+        """Whether the gradients of both tables, and of the first two layers, are reduced together after the backward pass of the layers.
+
+        So in the heaps of dense layers with the collectives of a run.
+        """
+        local = self.local
+        dense = local.model.moe is None and not local.adapted and local.pipeline == 1
+        return dense and self.turn.layers == 1
+
+    @property
     def reduces_table_early(self) -> bool:
         """Whether the unembedding's gradient is reduced before the loop over layers, with that of the first router.
 

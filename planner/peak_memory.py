@@ -53,6 +53,8 @@ class StepMemory(LayerPeak):
             points["end of the backward pass"] = self.end_of_backward()
         if self.combined and self.local.fsdp > 1:
             points["last layer of the backward pass"] = self.last_layer()
+            if self.reduces_at_end:
+                points["reductions after the layers"] = self.reductions_after_layers()
         if self.delays_experts:
             if self.local.context == 1 and not self.waits:  # over context their gradients are summed too, and are not delayed
                 points["first layers of the backward pass"] = self.first_layers()
@@ -411,6 +413,28 @@ class StepMemory(LayerPeak):
             "collective_buffers": Component(
                 together * layer if self.reduced else 0, "unsharded gradients of the first layers before their reduction"
             ),
+        }
+
+    def reductions_after_layers(self) -> Components:
+        """Return what is live after the backward pass of the layers, while gradients of tables and first layers are reduced.
+
+        The scheduler computes the gradients of the tables, and starts their reductions, as soon as the gradient of the first layer's input
+        is there; the first layer's weight gradients are computed meanwhile. The loop hands on the gradients of the layer after it, and one
+        reduction takes those of both layers. First those of its MLP down are transposed, then the results of the reduction are there.
+        The first layer of ordered turns is in the loop, which hands on the gradients that are pending, and the reduced ones of a turn.
+        """
+        local = self.local
+        layers = (self.turn.pending if self.turn.in_order else 2) * self.turn.trained_weights * local.gradient_itemsize
+        tables, unembedding = local.table * (4 + local.gradient_itemsize), 4 * local.table
+        before = tables - (unembedding if local.config.compute.reduces_unembedding_first else 0)
+        of_layers = layers + max(local.mlp_matrix * local.gradient_itemsize, layers // local.fsdp)
+        of_layers += self.turn.reduced_gradients(self.sharded.fsdp)
+        return {
+            "gradients": Component(self.layer_gradients * self.stack_itemsize, "of the layers, sharded as the parameters"),
+            "accumulated_gradients": self.accumulated(),
+            "parameter_copies": Component(self.layout_copies(), "transposed parameters of MLP down and attention out"),
+            "loss": Component(before + tables // local.fsdp, "gradients of embedding and unembedding before and after their reduction"),
+            "collective_buffers": Component(of_layers, "unsharded gradients of the first two layers before their reduction"),
         }
 
     def embedding_gradient(self) -> Components:
