@@ -89,7 +89,7 @@ class LayerPeak(LiveBuffers):
             (
                 "its MLP",
                 at_mlp * hidden + quantized + of_experts,
-                streams * stream,
+                self._streams_in_mlp(streams),
                 2 * local.mlp_matrix * local.matrix_itemsize,
                 down,
                 mask,
@@ -102,6 +102,24 @@ class LayerPeak(LiveBuffers):
             *self._mlp_after_others(together, (at_mlp + slices) * hidden, down, mask),
         )
         return max(points, key=lambda point: sum(point[1:]))
+
+    def _streams_in_mlp(self, usual: int) -> int:
+        """Return the size of what is live in the MLP of a layer beside hidden activations; usual: number of streams, where it is not known.
+
+        Where microbatches run in a loop and only inputs of blocks are kept, in host memory: what attention's backward pass needs, with
+        norms of queries and keys also their inputs, and four streams: the inputs of attention, of the MLP and of its norm, and the gradient
+        of the layer's result. With 8-bit matmuls: attention's update, that gradient, and four inputs of weight gradients in one byte per
+        element. Two more are counted with the block: the gradients of the MLP's input by gate and by up; with 8-bit matmuls the final
+        hidden states and their gradient.
+        """
+        local = self.local
+        alike = local.model.moe is None and local.model.layer_period == 1 and not local.adapted and not local.latent_bytes
+        plain = local.config.precision.matmul in ("compute", "fp8") and local.model.norm_position == "pre" and local.tensor == 1
+        if not (alike and plain and self.in_loop and offloads_inputs(local)):
+            return usual * local.stream_bytes
+        attention = local.query_bytes + local.context_bytes + 2 * local.key_bytes
+        attention += local.query_bytes + local.key_bytes if local.model.qk_norm else 0
+        return attention + 4 * local.stream_bytes
 
     def _mlp_after_others(self, layers: int, of_mlp: int, down: int, mask: int) -> list[tuple[str, int, int, int, int, int]]:
         """Return the point in the MLP of the last of some layers, when the weight gradients of the others are still to be computed.

@@ -362,7 +362,8 @@ class StepMemory(LayerPeak):
         """Return what is live in the backward pass of the first layer, which comes last.
 
         XLA takes it out of the loop over layers and gathers nothing for a next one. What the MLPs saved is freed before. At its end the
-        gradients of both tables have been reduced.
+        gradients of both tables have been reduced. Nothing in it needs the reduced gradients of the layer before: with block inputs from
+        host memory, which leave no stack that would be freed here, these still wait at its peak.
         """
         local = self.local
         tables = 0 if local.adapted else 2 * local.table // self.sharded.fsdp * local.gradient_itemsize
@@ -374,7 +375,10 @@ class StepMemory(LayerPeak):
             if size == kind.hidden_bytes
         )
         kept = Component(self.saved.bytes - mlp, "of attention, and inputs of the blocks; those of the MLPs are freed")
-        copies = point["parameter_copies"]
+        copies, collectives = point["parameter_copies"], point["collective_buffers"]
+        if offloads_inputs(local) and self.reduced and self.turn.layers == 1:
+            before = local.gathered_trained_weights * local.gradient_itemsize
+            collectives = Component(collectives.bytes + before, f"{collectives.assumption}, and those of the layer before")
         remat = local.config.compute.remat
         if remat.policy == "names" and "attention_out" in remat.names:
             # attention's update is read before the MLP, and is freed with those of the MLPs
@@ -385,6 +389,7 @@ class StepMemory(LayerPeak):
                 copies.bytes - self.next_layer_weights(), copies.assumption.replace(", also those of the next layer", "")
             ),
             "loss": self.reduced_early() if self.turn.layers > 1 and self.reduces_table_early else point["loss"],
+            "collective_buffers": collectives,
         }
 
     def end_of_backward(self) -> Components:
