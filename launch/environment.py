@@ -6,8 +6,6 @@ is loaded. It also checks the directory of the compilation cache.
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import importlib.metadata
 import importlib.util
 import os
@@ -15,7 +13,6 @@ import pwd
 import re
 import stat
 import subprocess
-import sys
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,12 +20,12 @@ from typing import Literal
 
 from ridgeline.configs.environment import read_number, shortened
 from ridgeline.configs.errors import UserError
-from ridgeline.configs.files import cache_directory
 from ridgeline.configs.mesh import resolve_sizes
 from ridgeline.configs.schema import Config
 from ridgeline.launch.cluster import Cluster, slurm
 from ridgeline.launch.cluster.devices import gpus_present
 from ridgeline.launch.preflight.host import memory_bytes
+from ridgeline.launch.xla_flags import name_of, split_flags, unknown_flags
 from ridgeline.planner.hardware import generation_of, hardware
 from ridgeline.planner.host_memory import offloads, pool_limit_gib
 from ridgeline.planner.overlap import POOL_SHARE
@@ -44,11 +41,6 @@ WIDEST_TENSOR = 2
 """Tensor parallelism above this many devices gets IN_FLIGHT_TENSOR."""
 DETERMINISTIC_OPS = "--xla_gpu_exclude_nondeterministic_ops"
 KERNEL_CHOICES = "--xla_gpu_per_fusion_autotune_cache_dir"
-_UNKNOWN = re.compile(r"Unknown flags? in XLA_FLAGS:(.*)")
-_FLAG = re.compile(r"""(-[\w-]*=)(?:('[^']*')|("(?:[^"\\]|\\.)*"))|([^ \t\r\n]+)""", re.A | re.S)
-"""A flag with a value in quotes (name and `=`, value in single or double quotes), or any other word."""
-_PARSES_FLAGS = "from jaxlib import xla_client; xla_client.make_cpu_client()"
-_FLAGS_TIMEOUT_S = 120
 
 
 @dataclass(frozen=True)
@@ -287,72 +279,6 @@ def lines(settings: Sequence[Setting]) -> list[str]:
     width = max(len(setting.text) for setting in settings)
     verb = {"ridge": "", "user": "", "dropped": "NOT PASSED: "}
     return ["environment:", *(f"  {s.text:<{width}}  {verb[s.chosen]}{s.reason}" for s in settings)]
-
-
-def split_flags(text: str) -> list[str]:
-    """Split the value of XLA_FLAGS, without quotes, as XLA does (xla/parse_flags_from_env.cc). Raises UserError for unbalanced quotes.
-
-    Quotes count only around a whole value; inside double quotes a backslash takes the next character as it is.
-    """
-    found = []
-    for name, single, double, word in _FLAG.findall(text):
-        if name:
-            found.append(name + (re.sub(r"\\(.)", r"\1", double[1:-1], flags=re.S) if double else single[1:-1]))
-        elif re.match(r"-[\w-]*=['\"]", word, re.A):
-            raise UserError(f"XLA_FLAGS='{text}': no closing quotation mark behind {name_of(word)}=")
-        else:
-            found.append(word)
-    return found
-
-
-def name_of(flag: str) -> str:
-    """Return the name of a flag such as --xla_dump_to=/tmp."""
-    return flag.split("=", 1)[0]
-
-
-def unknown_flags(flags: Sequence[str], env: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the flags that the installed jaxlib does not support. Raises UserError for an invalid value.
-
-    An unknown flag aborts the process that uses it, so another process tests them (0.15 s). Flags that all are supported are remembered in
-    $RIDGE_CACHE (default: `ridgeline` in the user's cache directory), as long as the installed jaxlib is the same.
-    """
-    unknown: list[str] = []
-    left = list(flags)
-    remembered = _supported_file(left, env)
-    if remembered is not None and os.path.exists(remembered):
-        return []
-    while left:
-        done = subprocess.run(
-            [sys.executable, "-c", _PARSES_FLAGS],
-            env={**env, "XLA_FLAGS": " ".join(left), "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "0"},
-            capture_output=True,
-            text=True,
-            timeout=_FLAGS_TIMEOUT_S,
-            check=False,
-        )
-        if done.returncode == 0:
-            break
-        found = [flag for line in _UNKNOWN.findall(done.stderr) for flag in line.split()]
-        named = [flag for flag in left if any(name_of(flag) == name_of(other) for other in found)]
-        if not named:
-            raise UserError(f"XLA_FLAGS: the installed jaxlib rejects a value among: {' '.join(left)}")
-        unknown += named
-        left = [flag for flag in left if flag not in named]
-    if remembered is not None and not unknown:
-        with contextlib.suppress(OSError):
-            remembered.parent.mkdir(parents=True, exist_ok=True)
-            remembered.touch()
-    return unknown
-
-
-def _supported_file(flags: Sequence[str], env: Mapping[str, str]) -> Path | None:
-    """Return the empty file that says that this installed jaxlib supports all these flags; None: a file may hold flags, or no jaxlib."""
-    jaxlib = importlib.util.find_spec("jaxlib")
-    if jaxlib is None or jaxlib.origin is None or not all(flag.startswith("--") for flag in flags):
-        return None
-    installed = os.stat(jaxlib.origin)
-    key = [importlib.metadata.version("jaxlib"), jaxlib.origin, str(installed.st_ino), str(installed.st_mtime_ns), *flags]
-    return cache_directory(env) / "xla_flags" / hashlib.sha256("\0".join(key).encode(errors="surrogateescape")).hexdigest()[:32]
 
 
 def _flag(setting: Setting) -> str:

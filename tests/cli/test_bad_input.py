@@ -297,3 +297,41 @@ def test_a_variable_that_jax_does_not_accept_is_named_in_one_line(name: str, val
     (line,) = [line for line in done.stderr.splitlines() if "error" in line]
     assert line.startswith("ridge: error: ") and name in line and value in line
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("command", [["estimate", "model", "quickstart"], ["train", "quickstart"]])
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("bogus", "bogus does not begin with --"),
+        ("'--xla_dump_to=/tmp'", "does not begin with --"),
+        (
+            "--xla_gpu_autotune_level=4 --xla_cpu_multi_thread_eigen=maybe",
+            "rejects a value among: --xla_gpu_autotune_level=4 --xla_cpu_multi",
+        ),
+        ("--xla_dump_to='a", "no closing quotation mark behind --xla_dump_to="),
+    ],
+)
+def test_xla_flags_that_would_abort_are_named_in_one_line(flags: str, told: str, command: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "ridgeline", *command],
+        env={**os.environ, "XLA_FLAGS": flags},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == USAGE, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("ridge: error: XLA_FLAGS") and told in line
+
+
+def test_an_unknown_flag_of_xla_does_not_stop_a_training_run(write: Write, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ridgeline", "train", write(), "trainer.steps=1"]
+    done = subprocess.run(command, env={**os.environ, "XLA_FLAGS": "--xla_never_was=1"}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "NOT PASSED: " in done.stdout and "--xla_never_was=1" in done.stdout, done.stdout + done.stderr
+
+
+def test_the_nearest_flag_of_xla_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    for flags, told in (("--xla_gpu_autotune_levle=4", "_levle=4; did you mean --xla_gpu_autotune_level?"), ("-", "does not support -")):
+        monkeypatch.setenv("XLA_FLAGS", flags)
+        assert told in refused(capsys, "estimate", "model", "quickstart")

@@ -30,9 +30,8 @@ from ridgeline.launch.environment import (
     lines,
     overlap_flags,
     prepare,
-    split_flags,
-    unknown_flags,
 )
+from ridgeline.launch.xla_flags import split_flags, unknown_flags
 from ridgeline.planner.hardware import generation_of
 from ridgeline.planner.host_memory import pool_limit_gib
 
