@@ -223,8 +223,7 @@ class Turn:
             return self.layers * (operands // local.compute_itemsize + local.context_bytes + of_norms)
         of_norm = 0
         if self.in_order and local.tensor > 1:
-            # the norm before the MLP: the stream and attention's update; with inputs from host memory they are gone when a layer is pending
-            of_norm = 0 if offloads_inputs(local) else 2 * local.cut_stream_bytes
+            of_norm = 2 * local.cut_stream_bytes  # the norm before the MLP: the stream and attention's update
         elif self.in_order and local.model.qk_norm and local.model.norm_position == "both":
             of_norm = 3 * local.stream_bytes  # its input, and its gradients by gate and by up, which devices on tensor sum at once
         return self.layers * (hidden + 4 * local.stream_bytes + attention + normed + of_norm)
