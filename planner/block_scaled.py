@@ -67,8 +67,8 @@ def in_mlp(local: LocalSizes, again: Recomputed, *, at_start: bool) -> tuple[int
 def before_weight_gradients(local: LocalSizes, again: Recomputed) -> int:
     """Return the size of what the weight gradients of a layer are computed from, where the scheduler delays them.
 
-    Of the MLP's: hidden activations as in `in_mlp` after its kernel. Where gate and up are kept, neither of them; where attention's update is
-    recomputed beside that, the gradients of one of two layers are quantized early. In one byte: the input of the MLP, the gradients of
+    Of the MLP's: hidden activations as in `in_mlp` after its kernel. Where gate and up are kept, neither of them; where attention's update
+    is recomputed beside that, the gradients of one of two layers are quantized early. In one byte: the input of the MLP, the gradients of
     both results and of values. Where attention's update is recomputed, so are the input and the result of attention; else the result is
     not quantized yet, and the input is read from the stack. In the compute dtype: the gradients of queries and keys.
     """
