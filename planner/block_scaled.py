@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ridgeline.configs.remat import POLICIES
 from ridgeline.planner.local import LocalSizes
-from ridgeline.planner.recompute import Recomputed, recomputed
+from ridgeline.planner.recompute import Recomputed
 
 BLOCK = 32
 """Elements of a block of the backward pass."""
@@ -21,15 +21,13 @@ computes the gradient of the norm's weights, which is not delayed then."""
 
 
 def applies(local: LocalSizes) -> bool:
-    """Return whether the layers' matmuls are block-scaled and the backward pass recomputes gate and up.
+    """Return whether the layers, all of one kind, have block-scaled matmuls and the backward pass runs blocks again.
 
-    There is no mesh.tensor, mesh.context or expert with such matmuls.
+    There is no mesh.tensor, mesh.context or expert with such matmuls. With nvfp4, dots are kept in float32: no heap of it was read.
     """
-    remat = local.config.compute.remat
-    alike = local.model.layer_period == 1 and not local.adapted
-    again = recomputed(local.model, remat)
-    computed = {"gate", "up"} & again.weights and POLICIES[remat.policy].recomputes_block
-    return alike and local.config.precision.block_scaled is not None and bool(computed)
+    policy, format = local.config.compute.remat.policy, local.config.precision.block_scaled
+    alike = local.model.layer_period == 1 and not local.adapted and format is not None
+    return alike and POLICIES[policy].recomputes_block and (policy, format) != ("dots", "nvfp4")
 
 
 def scales(local: LocalSizes, size: int) -> int:
@@ -47,15 +45,17 @@ def constants(local: LocalSizes) -> int:
 def in_mlp(local: LocalSizes, again: Recomputed, *, at_start: bool) -> tuple[int, int]:
     """Return the sizes of hidden activations and of all others when the gradients of gate and up have been computed.
 
-    Hidden: gate, up and the gradient of down's input, then the gradients of gate and up with the largest value of each block, and what
-    the input of down is computed from. Others: the gradient of the stream, the input of the MLP's norm, and in one byte the input of the
-    MLP and the gradient of its result; attention's, where its update is recomputed, else what the loop cuts out of the stacks: the input
-    of the block, keys and values. nvfp4: results are float32 at first, and the kernel before writes what it needs of gate and up into new
-    arrays: in the loop the last result is as large as two, at the start the gradients are written when one array less is there.
+    Hidden: gate, up and the gradient of down's input, the gradients of gate and up with the largest value of each block, and what the input
+    of down is computed from. Kept gate and up are read from the stacks, and their gradients are there in one byte too. nvfp4: results are
+    float32, from which the kernel before writes what is needed of gate and up: in the loop the last result is as large as two arrays.
+
+    Others: the gradient of the stream, the input of the MLP's norm, and in one byte the input of the MLP and the gradient of its result;
+    attention's, where its update is recomputed, else what the loop cuts out of the stacks: the input of the block, keys and values.
     """
     gates = 2 if local.model.gated_mlp else 1
     kept = gates - len({"gate", "up"} & again.weights)
-    kept += at_start and local.config.precision.block_scaled == "nvfp4"
+    if at_start and local.config.precision.block_scaled == "nvfp4":
+        kept = max(1, kept)
     hidden = (2 * (gates + 1) - kept) * local.hidden_bytes + gates * scales(local, local.hidden_bytes)
     streams = 2 * local.stream_bytes + 2 * local.stream_bytes // local.compute_itemsize
     if again.attention_update:
@@ -67,13 +67,18 @@ def in_mlp(local: LocalSizes, again: Recomputed, *, at_start: bool) -> tuple[int
 def before_weight_gradients(local: LocalSizes, again: Recomputed) -> int:
     """Return the size of what the weight gradients of a layer are computed from, where the scheduler delays them.
 
-    Of the MLP's: hidden activations as in `in_mlp` after its kernel. In one byte: the inputs of MLP and attention, the gradients of both
-    results and of values, and attention's result, which is quantized late where attention's update is not recomputed, as is the input then.
-    In the compute dtype: the gradients of queries and keys.
+    Of the MLP's: hidden activations as in `in_mlp` after its kernel. Where gate and up are kept, neither of them; where attention's update
+    is recomputed beside that, the gradients of one of two layers are quantized early. In one byte: the input of the MLP, the gradients of
+    both results and of values. Where attention's update is recomputed, so are the input and the result of attention; else the result is
+    not quantized yet, and the input is read from the stack. In the compute dtype: the gradients of queries and keys.
     """
     gates, narrow = 2 if local.model.gated_mlp else 1, local.compute_itemsize
     scaled = gates + (local.config.precision.block_scaled == "nvfp4")  # also the input of down
-    hidden = (gates + 2) * local.hidden_bytes + scaled * scales(local, local.hidden_bytes)
+    hidden = (gates + 2) * local.hidden_bytes
+    if not {"gate", "up"} & again.weights:
+        early = (narrow - 1) * gates * local.hidden_bytes // (2 * narrow) if again.attention_update else 0
+        hidden = (gates + 1) * local.hidden_bytes - early
+    hidden += scaled * scales(local, local.hidden_bytes)
     attention = local.query_bytes + local.key_bytes + local.key_bytes // narrow
     one_byte = 3 * local.stream_bytes
     if again.attention_update:

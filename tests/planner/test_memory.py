@@ -524,6 +524,8 @@ CLOSE = {
     ("models/deepseek-v2-lite", "none"): {"loss": 0.012, START: 0.012, BACKWARD: 0.045},
     ("models/deepseek-v2-lite", "dots"): {START: 0.012, BACKWARD: 0.03, WHOLE: 0.012},
     ("models/qwen3-1.7b", "offload"): {"loss": 0.02, START: 0.012, BACKWARD: 0.012, "last layer of the backward pass": 0.012, WHOLE: 0.012},
+    ("models/llama-3.1-8b", "names", 16384): {"loss": 0.02, START: 0.012, BACKWARD: 0.012, WHOLE: 0.012},
+    ("models/phi4-14b", "names"): {START: 0.012, BACKWARD: 0.035, WHOLE: 0.015},
     ("models/gemma3-4b", "names", "tensor"): {"loss": 0.03, START: 0.018, BACKWARD: 0.012, WHOLE: 0.012},
     ("models/gemma3-12b", "names", "tensor"): {
         "loss": 0.03,
