@@ -501,6 +501,7 @@ CLOSE = {
     ("models/llama-3.1-8b", "names"): {START: 0.02, BACKWARD: 0.04, WHOLE: 0.012},
     ("models/qwen2.5-32b", "none"): {"loss": 0.012, START: 0.012, BACKWARD: 0.015},
     ("models/qwen3-8b", "attention-only"): {START: 0.035},
+    ("models/llama-3.1-8b", "attention-only", 1024): {BACKWARD: 0.018, LAST: 0.012, WHOLE: 0.015},
     ("models/qwen2.5-32b", "full"): {LAST: 0.012, WHOLE: 0.012},
     ("models/qwen3-14b", "full"): {LAST: 0.012, WHOLE: 0.012},
     ("models/llama-3.1-70b", "names"): {START: 0.012, BACKWARD: 0.045, WHOLE: 0.015},
