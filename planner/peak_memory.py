@@ -426,10 +426,10 @@ class StepMemory(LayerPeak):
         The scheduler computes the gradients of the tables, and starts their reductions, as soon as the gradient of the first layer's input
         is there; the first layer's weight gradients are computed meanwhile. The loop hands on the gradients of the layer after it, and one
         reduction takes those of both layers. First those of its MLP down are transposed, then the results of the reduction are there.
-        The first layer of ordered turns is in the loop, which hands on the gradients that are pending, and the reduced ones of a turn.
+        Of ordered turns too the gradients of two layers wait, and the loop hands on the reduced ones of a turn.
         """
         local = self.local
-        layers = (self.turn.pending if self.turn.in_order else 2) * self.turn.trained_weights * local.gradient_itemsize
+        layers = 2 * self.turn.trained_weights * local.gradient_itemsize
         tables, unembedding = local.table * (4 + local.gradient_itemsize), 4 * local.table
         before = tables - (unembedding if local.config.compute.reduces_unembedding_first else 0)
         of_layers = layers + max(local.mlp_matrix * local.gradient_itemsize, layers // local.fsdp)
