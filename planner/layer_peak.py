@@ -46,7 +46,8 @@ class LayerPeak(LiveBuffers):
         policy = local.config.compute.remat.policy
         kept = policy == "names" and local.model.moe is None and not {"gate", "up"} & again.weights
         at_mlp = 4 if policy in FROM_BLOCK_INPUTS and not kept else 3  # kept gate and up are read from the stacks
-        if self.turn.layers == 1 and not self.turn.in_order:
+        of_attention = [] if kept else self._attention_before_mlp_gradients(attention)
+        if self.turn.layers == 1 and not self.turn.in_order and not of_attention:
             at_mlp += again.mlp_update  # the input of down, which is multiplied again for a norm of the result
         if self.overlap and recomputes and local.fsdp * local.tensor == 1:
             at_mlp += gates  # nothing to gather: the next layer is recomputed early
@@ -97,6 +98,7 @@ class LayerPeak(LiveBuffers):
             ("its attention", min(3, early) * hidden, 6 * stream, 0, 0, attention),
             # attention may run before the gradients of the MLP's weights
             ("its attention", early * hidden if recomputes else 0, 3 * stream + 5 * local.query_bytes, 0, 0, attention),
+            *of_attention,
             ("its end", hidden, at_end * stream, 0, waiting + more, mask),
             *([("its end", delayed, 0, 0, more, mask)] if self.turn.layers > 1 and recomputes else []),
             *self._mlp_after_others(together, (at_mlp + slices) * hidden, down, mask),
@@ -120,6 +122,32 @@ class LayerPeak(LiveBuffers):
         attention = local.query_bytes + local.context_bytes + 2 * local.key_bytes
         attention += local.query_bytes + local.key_bytes if local.model.qk_norm else 0
         return attention + 4 * local.stream_bytes
+
+    def _attention_before_mlp_gradients(self, workspace: int) -> list[tuple[str, int, int, int, int, int]]:
+        """Return the point in attention where a norm needs the result of down again and attention's update is kept.
+
+        Nothing of attention is computed again before the backward pass of the MLP, which thus has no input of down left from a
+        recomputation beside the other hidden activations. The gradients of the MLP's weights come after attention: the input of down and
+        the gradients of gate and up are live, with the input of the MLP and the gradient of its result. In attention: the block's input
+        (normed too where a norm is before it), the gradients of the stream and of attention's update, queries, keys, values and the result
+        with their gradients; of queries and keys that are not kept also the values before their norms. No gradient of a stream is float32
+        (heap of OLMo 2 1B; in that of OLMo 2 7B, `full`, attention is computed again before the MLP).
+
+        workspace: of attention.
+        """
+        local, model, remat = self.local, self.local.model, self.local.config.compute.remat
+        again, ordered = recomputed(model, remat), self.turn.layers > 1 or self.turn.in_order
+        applies = self.overlap and remat.policy == "names" and again.mlp_update and not again.attention_update
+        if not applies or ordered or model.moe is not None or local.config.precision.eight_bit or local.adapted:
+            return []
+        hidden = (3 if model.gated_mlp else 2) * local.hidden_bytes
+        streams = 3 * local.stream_bytes + 2 * local.cut_stream_bytes
+        streams += local.stream_bytes if model.norm_position == "both" else 0
+        heads = 2 * (local.query_bytes + local.key_bytes + local.value_bytes + local.context_bytes)
+        if model.qk_norm:
+            heads += sum(size for name, size in (("query", local.query_bytes), ("key", local.key_bytes)) if name not in remat.names)
+        float32 = 4 * local.tokens * model.embed_dim // local.tensor
+        return [("its attention", hidden, streams + heads - float32, 0, 0, workspace)]
 
     def _mlp_after_others(self, layers: int, of_mlp: int, down: int, mask: int) -> list[tuple[str, int, int, int, int, int]]:
         """Return the point in the MLP of the last of some layers, when the weight gradients of the others are still to be computed.
