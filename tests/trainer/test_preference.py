@@ -33,6 +33,7 @@ from ridgeline.trainer.state import abstract_state, init_state, model_spec
 from ridgeline.trainer.step import make_evaluation_step, make_train_step, to_global
 from tests.loaders.chats import write_chat_tokenizer
 from tests.models.tiny import QUICK_COMPILE
+from tests.sampling import drawn
 from tests.trainer.test_run import ROOT, environment
 
 LENGTH, ROWS, STEPS = 64, 8, 30
@@ -271,8 +272,14 @@ def alone(corpus: Path) -> tuple[list[float], list[np.ndarray]]:
 
 @pytest.mark.parametrize(
     ("mesh", "accumulation"),
-    [({"fsdp": 1}, 4), ({"data": 2, "fsdp": 2, "tensor": 2}, 2), ({"fsdp": 2, "context": 2, "tensor": 2}, 1)],
-    ids=["microbatches", "all axes, microbatches", "context"],
+    drawn(
+        [
+            pytest.param({"fsdp": 1}, 4, id="microbatches"),
+            pytest.param({"data": 2, "fsdp": 2, "tensor": 2}, 2, id="all axes, microbatches"),
+            pytest.param({"fsdp": 2, "context": 2, "tensor": 2}, 1, id="context"),
+        ],
+        2,
+    ),
 )
 def test_meshes_and_microbatches_train_as_one_device(corpus: Path, alone: Any, mesh: dict[str, int], accumulation: int) -> None:
     found = stepped(corpus, mesh, preference={"loss": "ipo"}, trainer={"accumulation": accumulation})
