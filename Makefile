@@ -86,7 +86,7 @@ test-computing-again: $(VENV)/.installed-dev
 computing:
 	@echo $(COMPUTING)
 
-test-injections: $(VENV)/.installed-dev  ## rules of the diagnosis on real runs with their faults planted, alone on the machine (FULL=1: all rules, not half)
+test-injections: $(VENV)/.installed-dev  ## rules of the diagnosis on real runs with their faults planted, alone on the machine (FULL=1: all rules, not a third)
 	$(BIN)/python -m pytest --durations 5 $(INJECTIONS)
 
 test-slurm: $(VENV)/.installed-dev  ## the tests that run on real Slurms: clusters of four nodes on this machine

@@ -123,7 +123,7 @@ def test_the_chosen_answers_win(whole: Config, corpus: Path) -> None:
     assert f"longer than data.seq_len={LENGTH}" in note
 
 
-@pytest.mark.parametrize("lora", [{}, {"rank": 2}], ids=["all parameters", "adapters"])
+@pytest.mark.parametrize("lora", drawn([pytest.param({}, id="all parameters"), pytest.param({"rank": 2}, id="adapters")], 1))
 def test_a_stopped_run_continues_bitwise_with_its_reference(corpus: Path, tmp_path: Path, whole: Config, lora: dict[str, int]) -> None:
     if lora:
         whole = make_config(corpus, tmp_path / "whole", lora=lora, trainer={"steps": 4}, checkpoint={"every": 2})
