@@ -1,5 +1,6 @@
 """Real compiles for GPUs that are not here: sizes that must add up, every GPU of the catalog, and each way it can fail."""
 
+import contextlib
 import math
 import os
 import re
@@ -385,7 +386,8 @@ def test_a_killed_compile_leaves_no_process_and_no_directory(tmp_path, monkeypat
         assert other.exists()
     owner.kill()
     owner.communicate(timeout=60)  # the worker holds the pipe too: it ends when the last of them has
-    assert not Path(f"/proc/{child}/cmdline").exists() or not Path(f"/proc/{child}/cmdline").read_bytes()
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # init takes it away at any moment
+        assert not Path(f"/proc/{child}/cmdline").read_bytes()
     with aot._directory():
         assert not Path(directory).exists()
     assert list(tmp_path.iterdir()) == []
