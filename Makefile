@@ -14,6 +14,10 @@ CORPUS := data/quickstart
 # Overrides for the quickstart run, e.g. `make quickstart ARGS="trainer.steps=100"`.
 ARGS   ?=
 INJECTIONS := tests/explain/test_diagnosis_runs.py tests/trainer/test_straggler_runs.py
+# The part of the suite that only computes: nothing is timed or has a deadline of seconds. CI runs it beside the Slurm tests, and the rest before:
+# `make test WITHOUT="$(make computing)"`.
+COMPUTING := tests/models tests/parity tests/sharding
+WITHOUT   ?=
 # Not in `make bench`: modules that others import, benchmarks of a GPU, one that needs a directory, and `make bench-memory`.
 BENCHMARKS := $(filter-out benchmarks/checkout.py benchmarks/handwritten% benchmarks/gpu% benchmarks/diagnosis_matrix.py benchmarks/plan_vs_compile.py,$(wildcard benchmarks/*.py))
 
@@ -37,7 +41,7 @@ NEWEST_TESTS := tests/configs $(addprefix tests/planner/test_,hardware.py parame
   $(addprefix tests/cli/test_,cli.py data.py evaluate.py shardings.py tables.py)
 
 .DEFAULT_GOAL := help
-.PHONY: lock gpu-rehearsal test-stores test-again test-slurm-again test-injections-again help quickstart docs test test-injections test-slurm test-newest compositions bench-memory soak lint format types check-layers bench fuzz clean install install-newest run-newest run-newest-again
+.PHONY: lock gpu-rehearsal test-stores test-computing test-computing-again computing test-again test-slurm-again test-injections-again help quickstart docs test test-injections test-slurm test-newest compositions bench-memory soak lint format types check-layers bench fuzz clean install install-newest run-newest run-newest-again
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -70,9 +74,19 @@ quickstart: $(VENV)/.installed  ## corpus, tokenizer, training, evaluation and a
 	@BIN=$(BIN) CORPUS=$(CORPUS) sh scripts/quickstart.sh $(ARGS)
 
 test: $(VENV)/.installed-dev  ## the test suite (FULL=1: every case of the long tables, of which it draws some)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder --ignore tests/slurm --ignore tests/stores $(addprefix --ignore=,$(INJECTIONS)) tests
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder --ignore tests/slurm --ignore tests/stores $(addprefix --ignore=,$(INJECTIONS) $(WITHOUT)) tests
 
-test-injections: $(VENV)/.installed-dev  ## rules of the diagnosis on real runs with their faults planted, alone on the machine (FULL=1: all rules, not half)
+# A cache of its own: CI runs it beside the Slurm tests, whose last failures must not be overwritten.
+test-computing: $(VENV)/.installed-dev  ## the part of the test suite that only computes
+	$(BIN)/python -m pytest -o cache_dir=$(VENV)/computing_cache -n 2 --dist loadgroup --no-loadscope-reorder $(COMPUTING)
+
+test-computing-again: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -o cache_dir=$(VENV)/computing_cache -p no:xdist --last-failed --last-failed-no-failures none $(COMPUTING)
+
+computing:
+	@echo $(COMPUTING)
+
+test-injections: $(VENV)/.installed-dev  ## rules of the diagnosis on real runs with their faults planted, alone on the machine (FULL=1: all rules, not a third)
 	$(BIN)/python -m pytest --durations 5 $(INJECTIONS)
 
 test-slurm: $(VENV)/.installed-dev  ## the tests that run on real Slurms: clusters of four nodes on this machine

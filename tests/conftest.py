@@ -33,6 +33,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 LONGEST = (
     "docs/test_commands",
+    "sharding/test_equality",
     "trainer/test_hang_runs",
     "trainer/test_run",
     "launch/test_doctor",
@@ -42,6 +43,7 @@ LONGEST = (
     "planner/test_memory_live",
     "launch/test_link",
     "sharding/test_collective_budget",
+    "trainer/test_nan_search",
     "cli/test_compile",
     "launch/test_overlap_compiled",
     "cli/test_plan",
@@ -50,6 +52,9 @@ LONGEST = (
     "trainer/test_gpu_bench",
     "trainer/test_lora",
     "trainer/test_step",
+    "trainer/test_preference",
+    "trainer/test_rollback",
+    "trainer/test_policy",
     "cli/test_recipes",
     "cli/test_init",
     "trainer/test_continued",

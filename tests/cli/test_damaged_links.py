@@ -14,6 +14,7 @@ from ridgeline.rundir.files import write_atomically
 from ridgeline.rundir.jsonl import LineFile
 from tests.cli import damaged, damaged_links
 from tests.cli.damaged_links import CAPTURE, Case
+from tests.sampling import drawn
 
 
 @pytest.fixture(scope="module")
@@ -49,12 +50,12 @@ def test_every_command_leaves_what_a_directory_was_replaced_by(root: Path, moved
         assert damaged_links.problem(root, Case((moved,), (), "damaged with a copy", command)) is None, command
 
 
-@pytest.mark.parametrize("moved", ["tensorboard/plugins", "tensorboard/plugins/profile"])
+@pytest.mark.parametrize("moved", drawn(["tensorboard/plugins", "tensorboard/plugins/profile"], 1))
 def test_a_training_moves_no_capture_elsewhere(root: Path, moved: str) -> None:
     assert damaged_links.problem(root, Case((moved,), (("tensorboard/steps", "directory"),), "good", damaged_links.train(root))) is None
 
 
-@pytest.mark.parametrize("place", ["checkpoints", "tensorboard"])
+@pytest.mark.parametrize("place", drawn(["checkpoints", "tensorboard"], 1))
 def test_checkpoints_and_tensorboard_may_be_links_of_the_user(root: Path, place: str) -> None:
     """To a larger file system: a run goes on there."""
     damaged_links.make(root, Case((place,), (), "good", ()))

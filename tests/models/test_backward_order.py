@@ -17,6 +17,7 @@ from ridgeline.configs.tuning_schema import LoraConfig
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.parallelize import parallelize
 from tests.models.tiny import BASE, build, tokens, value_and_grad
+from tests.sampling import drawn
 
 ROWS, LENGTH = 2, 32
 REMAT = {
@@ -60,7 +61,7 @@ def barriers(decoder: Decoder, loops: int) -> list[tuple[tuple[int, ...], ...]]:
     return [shapes for shapes in found if wide in shapes]
 
 
-@pytest.mark.parametrize("policy", REMAT)
+@pytest.mark.parametrize("policy", drawn(list(REMAT), 2))
 def test_loss_and_gradients_are_those_of_layers_without_an_order(policy: str) -> None:
     """8 layers in turns of three: two whole turns, and two layers after them."""
     want, want_grads = value_and_grad(alternating("none", scan=False), tokens(ROWS, LENGTH))
@@ -70,8 +71,11 @@ def test_loss_and_gradients_are_those_of_layers_without_an_order(policy: str) ->
     assert all(np.any(leaf) for leaf in jax.tree.leaves(grads["blocks"]))
 
 
-@pytest.mark.parametrize("policy", REMAT)
-@pytest.mark.parametrize(("period", "layers", "after"), [(2, 8, 0), (3, 8, 1), (4, 11, 2)])
+TURNS = [(2, 8, 0), (3, 8, 1), (4, 11, 2)]
+"""Layers of a turn, of the model, and barriers between the layers after its last whole turn."""
+
+
+@pytest.mark.parametrize(("period", "layers", "after", "policy"), drawn([(*turns, policy) for turns in TURNS for policy in REMAT], 6))
 def test_the_gradient_of_a_layers_input_waits_for_the_next_layers_weight_gradients(
     policy: str, period: int, layers: int, after: int
 ) -> None:

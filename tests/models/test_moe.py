@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from ridgeline.planner.experts import capacity
 from ridgeline.sharding.mesh import build_mesh
 from ridgeline.sharding.partition import Partitioner
 from tests.models import tiny
+from tests.sampling import drawn
 
 ROWS, LENGTH = 4, 12
 
@@ -79,10 +81,12 @@ def test_every_assignment_has_one_row_of_its_expert_or_is_dropped(kernel: Any) -
             assert mine.tolist() == sorted(mine, reverse=True)
 
 
-@pytest.mark.parametrize(("width", "hidden"), [(64, 128), (90, 45), (64, 200), (256, 384), (130, 512)])
+WIDTHS = [(64, 128), (90, 45), (64, 200), (256, 384), (130, 512)]
+LOADS = [(16, [5, 0, 20, 39, 0]), (16, [0, 0, 0, 64, 0]), (16, [16, 16, 16, 0, 16]), (128, [5, 0, 300, 39, 0]), (128, [128, 0, 0, 256, 1])]
+
+
 @pytest.mark.parametrize(
-    ("block", "loads"),
-    [(16, [5, 0, 20, 39, 0]), (16, [0, 0, 0, 64, 0]), (16, [16, 16, 16, 0, 16]), (128, [5, 0, 300, 39, 0]), (128, [128, 0, 0, 256, 1])],
+    ("block", "loads", "width", "hidden"), drawn([(*rows, *widths) for rows, widths in itertools.product(LOADS, WIDTHS)], 10)
 )
 def test_the_pallas_kernels_multiply_each_row_with_the_matrix_of_its_expert(block: int, loads: list[int], width: int, hidden: int) -> None:
     kernel, rng, total = Blocks(block, interpret=True), np.random.default_rng(0), sum(loads)

@@ -28,9 +28,15 @@ from ridgeline.trainer.optimizers import build_optimizer
 from ridgeline.trainer.state import model_spec
 from tests.models.tiny import QUICK_COMPILE
 from tests.parity.hugging_face import COMPUTE, FP32, VARIANTS, load_ours, load_theirs, random_tokens, save_random_model
+from tests.sampling import drawn
 
 pytestmark = pytest.mark.parity
 ROWS, LENGTH = 2, 48
+
+
+def of(count):
+    """The test's `pair` of so many drawn variants. Gradients, import and export are compared of all."""
+    return pytest.mark.parametrize("pair", drawn(list(VARIANTS), count), indirect=True)
 
 
 @pytest.fixture(scope="module", params=list(VARIANTS))
@@ -58,6 +64,7 @@ def our_logits(graphdef, params, *inputs):
     return np.asarray(forward_pass(graphdef)(params, *inputs))
 
 
+@of(12)
 def test_logits_agree(pair):
     _, theirs, _, graphdef, params = pair
     tokens = random_tokens((ROWS, LENGTH))
@@ -114,6 +121,7 @@ def test_gradients_agree_for_every_parameter(pair, tmp_path):
     assert not gradients  # no parameter of theirs is left over
 
 
+@of(8)
 def test_ten_optimizer_steps_agree(pair):
     """AdamW of the trainer and of torch, where only matrices decay; the tokens are the same, so that the loss falls."""
     directory, _, checkpoint, graphdef, params = pair
@@ -157,6 +165,7 @@ def stored_gradients(theirs, directory):
     return load_file(directory / "gradients" / "model.safetensors")
 
 
+@of(12)
 def test_a_packed_row_equals_separate_forward_passes(pair):
     _, theirs, _, graphdef, params = pair
     documents = [random_tokens((1, length), seed=length) for length in (11, 20, 9)]

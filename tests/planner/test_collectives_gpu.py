@@ -72,11 +72,12 @@ SCALARS_BYTES = 1024
 """Losses, counts and norms of gradients, a few words each."""
 
 
-SAMPLE = [
-    *((family, one) for family, layouts in LAYOUTS_OF.items() for one in drawn([name for name in layouts if name != ACCIDENT], 1)),
-    *(("experts", one) for one in drawn(tuple(EXPERT_LAYOUTS), 1)),
+CASES = [
+    *((family, one) for family, layouts in LAYOUTS_OF.items() for one in layouts if one != ACCIDENT),
+    *(("experts", one) for one in EXPERT_LAYOUTS),
 ]
 """Family and layout."""
+SAMPLE = drawn(CASES, 2)
 STAGES = "pipeline2-fsdp2-tensor2"
 
 

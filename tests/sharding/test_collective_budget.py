@@ -161,7 +161,7 @@ def with_adapters(config: Config, policy: str = "none", **lora: Any) -> Config:
             with_teacher(make_config(1, 2, 2, context=2, method="ring"), temperature=2.0),
             with_teacher(make_config(2, 1, 4), rest="renormalize"),
         ],
-        12,
+        8,
     ),
     ids=lambda config: (
         "-".join(f"{axis}{n}" for axis, n in config.mesh.sizes.items() if n > 1)

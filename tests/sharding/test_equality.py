@@ -149,18 +149,25 @@ def test_there_are_ten_factorizations():
     assert len(set(FACTORISATIONS)) == 10
 
 
-@pytest.mark.parametrize(("data", "fsdp", "tensor"), drawn(FACTORISATIONS, 3))
+@pytest.mark.parametrize(("data", "fsdp", "tensor"), drawn(FACTORISATIONS, 2))
 def test_losses_and_gradients_equal_one_device(data, fsdp, tensor):
     compare(run(make_config(data, fsdp, tensor), jax.devices()), reference())
 
 
-@pytest.mark.parametrize(("data", "fsdp", "tensor"), [(2, 2, 2), (1, 8, 1)])
+@pytest.mark.parametrize(("data", "fsdp", "tensor"), drawn([(2, 2, 2), (1, 8, 1)], 1))
 def test_two_microbatches_equal_one_device_and_one_batch(data, fsdp, tensor):
     compare(run(make_config(data, fsdp, tensor, accumulation=2), jax.devices()), reference())
 
 
 @pytest.mark.parametrize(
-    ("mesh", "accumulation", "optimizer"), [((8, 1, 1), 1, "adafactor"), ((2, 2, 2), 2, "adamw")], ids=["data", "all axes, microbatches"]
+    ("mesh", "accumulation", "optimizer"),
+    drawn(
+        [
+            pytest.param((8, 1, 1), 1, "adafactor", id="data"),
+            pytest.param((2, 2, 2), 2, "adamw", id="all axes, microbatches"),
+        ],
+        1,
+    ),
 )
 def test_gradients_and_state_sharded_over_data_equal_one_device(mesh, accumulation, optimizer):
     """ZeRO stage 2: the state and the remembered gradient have 1/data of the bytes per device."""
@@ -185,7 +192,7 @@ GPT2 = {"tie_embeddings": True, "attention_bias": True, "mlp_bias": True, "outpu
             pytest.param(LATENT | MOE, id="deepseek-like"),
             pytest.param(LLAMA4, id="llama4-like"),
         ],
-        2,
+        1,
     ),
 )
 def test_biases_tables_head_norms_latents_and_experts_equal_one_device(model):
@@ -201,7 +208,7 @@ MTP_MESHES = [
 ]
 
 
-@pytest.mark.parametrize(("mesh", "accumulation"), drawn(MTP_MESHES, 2), ids=str)
+@pytest.mark.parametrize(("mesh", "accumulation"), drawn(MTP_MESHES, 1), ids=str)
 def test_modules_of_multi_token_prediction_equal_one_device(mesh, accumulation):
     moe = MoEConfig(experts=8, experts_per_token=2, expert_dim=16, dense_layers=1, shared_experts=1, choice_bias=True, score="sigmoid")
     model = {"mtp_layers": 2, "moe": None if "zero_stage" in mesh else moe}
@@ -230,8 +237,7 @@ def adapted_reference(**model) -> tuple[list[float], dict]:
 
 @pytest.mark.parametrize(
     ("mesh", "zero", "model"),
-    [((2, 2, 2), 0, {}), ((4, 2, 1), 2, {})],
-    ids=["dense", "ZeRO"],
+    drawn([pytest.param((2, 2, 2), 0, {}, id="dense"), pytest.param((4, 2, 1), 2, {}, id="ZeRO")], 1),
 )
 def test_adapters_equal_one_device_and_begin_as_the_model_without_them(mesh, zero, model):
     """With magnitudes and dropout: both depend on no mesh."""
@@ -291,7 +297,7 @@ def test_adapters_of_experts_equal_one_device(mesh):
                 id="data shards no rows",
             ),
         ],
-        2,
+        1,
     ),
 )
 def test_stages_equal_one_device(mesh, accumulation, model):
@@ -310,7 +316,7 @@ def test_stages_equal_one_device(mesh, accumulation, model):
             pytest.param(*({"embed": []}, {}), id="parameters replicated over fsdp"),
             pytest.param(*({"residual_seq": []}, {}), id="norms not sequence-parallel"),
         ],
-        2,
+        1,
     ),
 )
 def test_other_rules_equal_one_device(rules, model):
@@ -354,7 +360,7 @@ WINDOW = {"sliding_window": 5, "attention_sinks": True}
             ("ring", {"context": 2, "fsdp": 2, "tensor": 2}, LLAMA4),
             ("all_to_all", {"context": 2, "data": 4}, LLAMA4 | {"packed": False}),
         ],
-        3,
+        2,
     ),
 )
 def test_a_sharded_sequence_equals_one_device(method, mesh, settings):

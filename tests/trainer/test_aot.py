@@ -1,5 +1,6 @@
 """Real compiles for GPUs that are not here: sizes that must add up, every GPU of the catalog, and each way it can fail."""
 
+import contextlib
 import math
 import os
 import re
@@ -142,19 +143,20 @@ ATTENTION = {
     "chunked": ("model.head_dim=256",),
 }
 """What auto chooses on a GPU, and settings for which it does."""
+CHOSEN = drawn(list(ATTENTION), 3)
 
 
 @cache
 def attention():
     """One layer for an H100 (or for eight) with each backend that auto chooses."""
-    configs = {name: small("llama", *ROW, *settings) for name, settings in ATTENTION.items()}
+    configs = {name: small("llama", *ROW, *ATTENTION[name]) for name in CHOSEN}
     places = [cluster("h100-sxm", config.mesh.fsdp * config.mesh.tensor) for config in configs.values()]
     requests = [Request.on(config, place, 1, xla_flags=QUICK) for config, place in zip(configs.values(), places, strict=True)]
     return dict(zip(configs, compile_many(requests), strict=True))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ATTENTION)
+@pytest.mark.parametrize("name", CHOSEN)
 def test_attention_is_a_fused_kernel_where_one_exists_and_nothing_in_the_step_has_the_size_of_scores_or_a_mask(name):
     result = attention()[name]
     assert isinstance(result, Compiled), result
@@ -384,7 +386,8 @@ def test_a_killed_compile_leaves_no_process_and_no_directory(tmp_path, monkeypat
         assert other.exists()
     owner.kill()
     owner.communicate(timeout=60)  # the worker holds the pipe too: it ends when the last of them has
-    assert not Path(f"/proc/{child}/cmdline").exists() or not Path(f"/proc/{child}/cmdline").read_bytes()
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # init takes it away at any moment
+        assert not Path(f"/proc/{child}/cmdline").read_bytes()
     with aot._directory():
         assert not Path(directory).exists()
     assert list(tmp_path.iterdir()) == []

@@ -32,6 +32,7 @@ from ridgeline.trainer.failures import CorruptionFound
 from ridgeline.trainer.prepare import check_repeatable
 from ridgeline.trainer.run import train
 from ridgeline.trainer.state import abstract_gradient
+from tests.sampling import drawn
 from tests.trainer.bit_flips import before_step, flip
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -121,7 +122,7 @@ def draw(seed: int, arrays: int) -> tuple[int, int, int, int, int]:
     return tuple(int(source.integers(*span)) for span in ((EVERY + 1, STEPS + 1), (0, arrays), (0, 8), (0, 1 << 20), (0, 32)))
 
 
-@pytest.mark.parametrize(("mesh", "kind"), [(REPLICATED, "opt_state"), (SHARDED, "params")], ids=str)
+@pytest.mark.parametrize(("mesh", "kind"), drawn([(REPLICATED, "opt_state"), (SHARDED, "params")], 1), ids=str)
 def test_a_bit_flipped_in_memory_is_found_and_the_next_start_trains_as_if_it_had_not_been(
     corpus: Path,
     programs: Path,

@@ -16,6 +16,7 @@ from ridgeline.trainer import evaluation, run, watchdog
 from ridgeline.trainer.checkpoint.checkpointer import Checkpointer
 from ridgeline.trainer.loop import Loop
 from ridgeline.trainer.run import train
+from tests.sampling import drawn
 from tests.slurm.jobs import prepare_corpus
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -94,7 +95,7 @@ def quick_report(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "native_stacks", lambda: "not read")
 
 
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("phase", drawn(list(PHASES), 3))
 def test_a_run_that_is_stuck_ends_by_the_deadline_of_its_phase(
     phase: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

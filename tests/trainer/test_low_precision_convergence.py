@@ -15,6 +15,8 @@ from ridgeline.trainer.optimizers import build_optimizer
 
 FEATURES, OUTPUTS, ROWS, STEPS, RATE = 128, 8, 512, 1500, 1e-3
 AXES = {"weights": ("mlp", "embed")}
+OPTIMIZED = {"xla_backend_optimization_level": 3}
+"""Of the tests' programs (tests/xla_flags.py) these run for seconds, and not for milliseconds."""
 NARROW = {"params": "bfloat16", "stochastic_rounding": True, "moments": "int8"}
 
 
@@ -40,7 +42,8 @@ def distance(**precision: Any) -> float:
         return (low_precision.apply_updates(params, updates, last), state), None
 
     params = {"weights": jnp.zeros(right.shape, config.params)}
-    (params, _), _ = jax.jit(lambda: jax.lax.scan(step, (params, optimizer.init(params)), jnp.arange(STEPS)))()
+    train = jax.jit(lambda: jax.lax.scan(step, (params, optimizer.init(params)), jnp.arange(STEPS)), compiler_options=OPTIMIZED)
+    (params, _), _ = train()
     return float(jnp.sqrt(jnp.mean((params["weights"].astype(jnp.float32) - right) ** 2)))
 
 

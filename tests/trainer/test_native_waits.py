@@ -12,11 +12,12 @@ import pytest
 
 from ridgeline.launch.cluster.network import free_port
 from ridgeline.trainer.native_waits import KINDS, NativeWaits
+from tests.sampling import drawn
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("kind", drawn(list(KINDS), 2))
 def test_the_first_collective_of_a_program_that_the_other_process_does_not_come_to_is_told(kind: str) -> None:
     port, script = free_port(), str(Path(__file__).with_name("native_wait_run.py"))
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}

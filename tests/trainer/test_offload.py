@@ -18,6 +18,7 @@ from ridgeline.trainer.optimizers import build_optimizer
 from ridgeline.trainer.schedules import build_schedule
 from ridgeline.trainer.state import TrainState, abstract_state, init_state, model_spec
 from ridgeline.trainer.step import make_train_step, to_global
+from tests.sampling import drawn
 from tests.trainer.test_step import QUICK_COMPILE, make_batch, make_config
 
 CASES: dict[str, dict[str, Any]] = {
@@ -75,7 +76,7 @@ def check_equal(found: TrainState, wanted: dict[str, np.ndarray]) -> None:
         np.testing.assert_array_equal(leaf, wanted[name], err_msg=name)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", drawn(list(CASES), 1))
 def test_steps_are_those_without_offloading_and_the_state_stays_in_host_memory_sharded_alike(case: str) -> None:
     plain, offloaded = run(case, offload=False), run(case, offload=True)
     one, other = plain.state(plain.first), offloaded.state(offloaded.first)

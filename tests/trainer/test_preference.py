@@ -33,6 +33,7 @@ from ridgeline.trainer.state import abstract_state, init_state, model_spec
 from ridgeline.trainer.step import make_evaluation_step, make_train_step, to_global
 from tests.loaders.chats import write_chat_tokenizer
 from tests.models.tiny import QUICK_COMPILE
+from tests.sampling import drawn
 from tests.trainer.test_run import ROOT, environment
 
 LENGTH, ROWS, STEPS = 64, 8, 30
@@ -122,7 +123,7 @@ def test_the_chosen_answers_win(whole: Config, corpus: Path) -> None:
     assert f"longer than data.seq_len={LENGTH}" in note
 
 
-@pytest.mark.parametrize("lora", [{}, {"rank": 2}], ids=["all parameters", "adapters"])
+@pytest.mark.parametrize("lora", drawn([pytest.param({}, id="all parameters"), pytest.param({"rank": 2}, id="adapters")], 1))
 def test_a_stopped_run_continues_bitwise_with_its_reference(corpus: Path, tmp_path: Path, whole: Config, lora: dict[str, int]) -> None:
     if lora:
         whole = make_config(corpus, tmp_path / "whole", lora=lora, trainer={"steps": 4}, checkpoint={"every": 2})
@@ -271,8 +272,14 @@ def alone(corpus: Path) -> tuple[list[float], list[np.ndarray]]:
 
 @pytest.mark.parametrize(
     ("mesh", "accumulation"),
-    [({"fsdp": 1}, 4), ({"data": 2, "fsdp": 2, "tensor": 2}, 2), ({"fsdp": 2, "context": 2, "tensor": 2}, 1)],
-    ids=["microbatches", "all axes, microbatches", "context"],
+    drawn(
+        [
+            pytest.param({"fsdp": 1}, 4, id="microbatches"),
+            pytest.param({"data": 2, "fsdp": 2, "tensor": 2}, 2, id="all axes, microbatches"),
+            pytest.param({"fsdp": 2, "context": 2, "tensor": 2}, 1, id="context"),
+        ],
+        2,
+    ),
 )
 def test_meshes_and_microbatches_train_as_one_device(corpus: Path, alone: Any, mesh: dict[str, int], accumulation: int) -> None:
     found = stepped(corpus, mesh, preference={"loss": "ipo"}, trainer={"accumulation": accumulation})

@@ -38,7 +38,7 @@ CASES = {
     "experts and tensor": ("experts", "mesh.fsdp=2", "mesh.tensor=2", "mesh.expert=2", FULL),
 }
 """Family and settings of layouts in which attention's update is recomputed and then gathered, and of one in which it is not gathered."""
-SAMPLE = drawn(tuple(CASES), 3)
+SAMPLE = drawn(tuple(CASES), 2)
 
 
 @cache

@@ -17,6 +17,7 @@ from ridgeline.trainer.optimizers import build_optimizer
 from ridgeline.trainer.schedules import build_schedule
 from ridgeline.trainer.state import TrainState, abstract_state, init_state, model_spec
 from ridgeline.trainer.step import LOSS_LIMIT, make_evaluation_step, make_train_step, split_rows
+from tests.sampling import drawn
 
 ROWS, LENGTH, VOCAB = 8, 16, 61
 QUICK_COMPILE = {"xla_backend_optimization_level": 0}
@@ -208,7 +209,7 @@ def test_z_loss_enters_the_gradient_but_not_the_reported_loss() -> None:
     assert abs(one["grad_norm"] - other["grad_norm"]) > 1e-3
 
 
-@pytest.mark.parametrize("kind", ["adamw", "adafactor", "lion", "muon", "sgd"])
+@pytest.mark.parametrize("kind", drawn(["adamw", "adafactor", "lion", "muon", "sgd"], 2))
 def test_same_seed_gives_bitwise_equal_losses_and_parameters(kind: str) -> None:
     batches = [make_batch(seed) for seed in range(3)]
     one = Trainer(make_config(optimizer={"kind": kind}))
