@@ -243,8 +243,11 @@ class LiveBuffers:
         return Component(size, "float32 gradient of the unembedding, reduced before the other layers")
 
     def half_reduced_table(self) -> int:
-        """Return the bytes of a table's gradient that has been reduced over fsdp and not yet over data (mesh.zero_stage=2)."""
-        zero = self.local.config.mesh.zero_stage and self.local.pipeline == 1
+        """Return the bytes of a table's gradient that has been reduced over fsdp and not yet over data (mesh.zero_stage=2).
+
+        Without fsdp there is only the sum over data (heaps of Llama 3.1 8B and Qwen3-8B over data and tensor).
+        """
+        zero = self.local.config.mesh.zero_stage and self.local.pipeline == 1 and self.local.fsdp > 1
         return 4 * self.local.table // self.local.fsdp if zero and not self.local.adapted else 0
 
     def gathered_layer(self) -> int:
