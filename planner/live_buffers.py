@@ -196,10 +196,12 @@ class LiveBuffers:
             return Component(4 * self.local.table // self.sharded.fsdp, "float32 gradient of the unembedding, reduced before the layers")
         if self.delayed_logits:
             return Component(self.delayed_logits, "gradient of the logits and hidden states, for the gradient of the unembedding")
+        # without fsdp there is one sum, over data (heaps of Llama 3.1 8B and Qwen3-8B over data and tensor)
+        half_reduced = self.half_reduced_table() if self.local.fsdp > 1 else 0
         return Component(
-            4 * self.local.table + self.half_reduced_table(),
+            4 * self.local.table + half_reduced,
             "unsharded float32 gradient of the unembedding, reduced only after the layers"
-            + ("; once more as fsdp shards it" if self.half_reduced_table() else ""),
+            + ("; once more as fsdp shards it" if half_reduced else ""),
         )
 
     @property
@@ -243,11 +245,8 @@ class LiveBuffers:
         return Component(size, "float32 gradient of the unembedding, reduced before the other layers")
 
     def half_reduced_table(self) -> int:
-        """Return the bytes of a table's gradient that has been reduced over fsdp and not yet over data (mesh.zero_stage=2).
-
-        Without fsdp there is only the sum over data (heaps of Llama 3.1 8B and Qwen3-8B over data and tensor).
-        """
-        zero = self.local.config.mesh.zero_stage and self.local.pipeline == 1 and self.local.fsdp > 1
+        """Return the bytes of a table's gradient that has been reduced over fsdp and not yet over data (mesh.zero_stage=2)."""
+        zero = self.local.config.mesh.zero_stage and self.local.pipeline == 1
         return 4 * self.local.table // self.local.fsdp if zero and not self.local.adapted else 0
 
     def gathered_layer(self) -> int:
