@@ -130,8 +130,9 @@ class LayerPeak(LiveBuffers):
         recomputation beside the other hidden activations. The gradients of the MLP's weights come after attention: the input of down and
         the gradients of gate and up are live, with the input of the MLP and the gradient of its result. In attention: the block's input
         (normed too where a norm is before it), the gradients of the stream and of attention's update, queries, keys, values and the result
-        with their gradients; of queries and keys that are not kept also the values before their norms. No gradient of a stream is float32
-        (heap of OLMo 2 1B; in that of OLMo 2 7B, `full`, attention is computed again before the MLP).
+        with their gradients; of queries and keys that are not kept also the values before their norms. With one microbatch the final hidden
+        states, float32, and their gradient are there too; in a loop of microbatches no stream is float32. So in heaps of OLMo 2 7B and 1B;
+        with `full` (OLMo 2 7B) attention is computed again before the MLP.
 
         workspace: of attention.
         """
@@ -146,8 +147,9 @@ class LayerPeak(LiveBuffers):
         heads = 2 * (local.query_bytes + local.key_bytes + local.value_bytes + local.context_bytes)
         if model.qk_norm:
             heads += sum(size for name, size in (("query", local.query_bytes), ("key", local.key_bytes)) if name not in remat.names)
-        float32 = 4 * local.tokens * model.embed_dim // local.tensor
-        return [("its attention", hidden, streams + heads - float32, 0, 0, workspace)]
+        # `backward` adds one stream in float32
+        streams += -4 * local.tokens * model.embed_dim // local.tensor if self.in_loop else local.stream_bytes
+        return [("its attention", hidden, streams + heads, 0, 0, workspace)]
 
     def _mlp_after_others(self, layers: int, of_mlp: int, down: int, mask: int) -> list[tuple[str, int, int, int, int, int]]:
         """Return the point in the MLP of the last of some layers, when the weight gradients of the others are still to be computed.

@@ -200,10 +200,12 @@ class LiveBuffers:
             return Component(4 * self.local.table // self.sharded.fsdp, "float32 gradient of the unembedding, reduced before the layers")
         if self.delayed_logits:
             return Component(self.delayed_logits, "gradient of the logits and hidden states, for the gradient of the unembedding")
+        # without fsdp there is one sum, over data (heaps of Llama 3.1 8B and Qwen3-8B over data and tensor)
+        half_reduced = self.half_reduced_table() if self.local.fsdp > 1 else 0
         return Component(
-            4 * self.local.table + self.half_reduced_table(),
+            4 * self.local.table + half_reduced,
             "unsharded float32 gradient of the unembedding, reduced only after the layers"
-            + ("; once more as fsdp shards it" if self.half_reduced_table() else ""),
+            + ("; once more as fsdp shards it" if half_reduced else ""),
         )
 
     @property

@@ -553,6 +553,10 @@ CLOSE = {
     ("models/gemma3-4b", "none", "tensor"): {"loss": 0.012, START: 0.012, WHOLE: 0.02},
     ("models/gemma2-9b", "none", "tensor"): {"loss": 0.012, START: 0.012, BACKWARD: 0.015, WHOLE: 0.012},
     ("models/gemma3-4b", "dots", "tensor"): {"loss": 0.012, START: 0.035, BACKWARD: 0.036, WHOLE: 0.035},
+    ("models/olmo2-13b", "names"): {"loss": 0.012, START: 0.012, BACKWARD: 0.012, WHOLE: 0.012},
+    ("models/olmo2-1b", "names"): {"loss": 0.025, START: 0.03, BACKWARD: 0.02, WHOLE: 0.02},
+    ("models/qwen2.5-1.5b", "full"): {START: 0.05, WHOLE: 0.025},
+    ("models/qwen3-8b", "none", "tensor"): {START: 0.015, BACKWARD: 0.025, WHOLE: 0.035},
 }
 """Model and policy, and where several have both the length of the rows or a mesh with tensor -> points whose sum of components is planned
 closely, and how closely; at other points of these steps less is live than planned, or the plan is known to be off."""
