@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from ridgeline.configs import remat as remat_table
 from ridgeline.configs.remat import POLICIES
 from ridgeline.planner.local import LocalSizes
+from ridgeline.planner.recompute import waiting
 
 KEEPS_RESULTS = ("cudnn", "pallas")
 """Attention backends whose backward pass reads the results of the forward pass in the layout that the model has (chunked: another one)."""
@@ -202,17 +203,19 @@ def relaid_bytes(local: LocalSizes, backend: str, overlap: bool, combined: bool)
     With tensor and several rows, a residual stream that was gathered or scattered along the sequence has another layout: the gathered
     stream where it is saved, else (when loops are unrolled for overlap) the block input. With dots (and combined collectives) the stack of
     a residual stream is copied before the last layer is written into it, as the first kernels of the backward pass read the old one; small
-    models copy both. Attention that stores scores transposes them, and so do grouped matmuls of experts in 8 bits what they saved.
+    models copy both. Where a whole block waits for its gradient nothing reads its input an iteration earlier, and the stack is written in
+    the layout in which it is read (heaps of Llama 3.1 8B, Qwen3 8B and Mistral Nemo 12B). Attention that stores scores transposes them, and so do grouped matmuls of experts in 8 bits what they saved.
     """
     policy, layers = local.config.compute.remat.policy, local.model.num_layers
     relaid = 0
     between, ring = local.tensor > 1 and local.rows > 1, local.config.compute.tensor_overlap == "ring"
+    block_waits = waiting(local.config, local.tensor, local.expert) == "block" and local.model.layer_period == 1 and local.model.moe is None
     if between and not ring and policy in ("none", "attention-only"):
         # both gathered streams; with gathers of weights between them the first is free when the second is copied
         relaid = layers * local.stream_bytes * (2 if local.fsdp == 1 and overlap else 1)
     elif between and (ring or policy != "dots" or combined) and local.fsdp > 1 and overlap and not offloads_inputs(local):
         # a ring scatters attention's update piece by piece: where it is kept, it is copied too
-        relaid = layers * local.cut_stream_bytes * (2 if ring_keeps_update(local) else 1)
+        relaid = 0 if block_waits else layers * local.cut_stream_bytes * (2 if ring_keeps_update(local) else 1)
     if local.latent_bytes and local.ring and policy == "dots":
         relaid += layers * local.up_bytes  # keys and values from latents, as the ring reads them (heap of DeepSeek V2 Lite)
     if local.config.precision.block_scaled is not None and policy == "none" and backend == "cudnn":
