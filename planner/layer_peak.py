@@ -74,14 +74,11 @@ class LayerPeak(LiveBuffers):
         if offloads_inputs(local) and (local.ring or local.model.moe is None):
             early = 0 if local.ring else gates
         delayed = together * self.turn.before_weight_gradients() // self.turn.layers
+        matrices = 2 * local.mlp_matrix * local.matrix_itemsize
         points = (
-            (
-                "its MLP",
-                at_mlp * hidden + quantized + of_experts,
-                streams * stream,
-                2 * local.mlp_matrix * local.matrix_itemsize,
-                down,
-                mask,
+            *(
+                ("its MLP", hidden_and_rows + quantized + of_experts, streams * stream, matrices, down, mask)
+                for hidden_and_rows in self._hidden_and_rows(at_mlp)
             ),
             ("its attention", min(3, early) * hidden, 6 * stream, 0, 0, attention),
             # attention may run before the gradients of the MLP's weights
@@ -91,6 +88,19 @@ class LayerPeak(LiveBuffers):
             *self._mlp_after_others(together, (at_mlp + slices) * hidden, down, mask),
         )
         return max(points, key=lambda point: sum(point[1:]))
+
+    def _hidden_and_rows(self, at_mlp: int) -> list[int]:
+        """Return the bytes of hidden activations at points in the MLP, with residual streams in the rows of experts by which more or fewer
+        than `expert_rows_in_flight` are live.
+
+        Where tokens are sent by all_to_all without a capacity, XLA computes all weight gradients after the gradients of the rows have been
+        sent back. First the gradient of a hidden activation is there with what it is multiplied with, and in the rows of the experts their
+        inputs and the gradients of their results; then gate and up are gone, and the gradients of the rows by both are there too.
+        """
+        local = self.local
+        if not (self.overlap and local.sends_uncapped):
+            return [at_mlp * local.hidden_bytes]
+        return [at_mlp * local.hidden_bytes - local.row_bytes, min(3, at_mlp) * local.hidden_bytes + local.row_bytes]
 
     def _mlp_after_others(self, layers: int, of_mlp: int, down: int, mask: int) -> list[tuple[str, int, int, int, int, int]]:
         """Return the point in the MLP of the last of some layers, when the weight gradients of the others are still to be computed.

@@ -511,6 +511,8 @@ CLOSE = {
     ("models/llama-3.1-8b", "full"): {START: 0.012, BACKWARD: 0.02},
     ("models/gemma3-4b", "names"): {"loss": 0.012, START: 0.012, BACKWARD: 0.012, WHOLE: 0.012},
     ("models/olmo2-7b", "full"): {"loss": 0.012, START: 0.03, BACKWARD: 0.012},
+    ("models/qwen3-30b-a3b", "offload"): {START: 0.02, BACKWARD: 0.04, WHOLE: 0.035},
+    ("models/qwen3-30b-a3b", "full"): {START: 0.012, BACKWARD: 0.012, WHOLE: 0.015},
     ("models/deepseek-v3-671b", "offload"): {START: 0.025, "optimizer": 0.02},
     ("models/deepseek-v2-lite", "none"): {"loss": 0.012, START: 0.012, BACKWARD: 0.045},
     ("models/deepseek-v2-lite", "dots"): {START: 0.012, BACKWARD: 0.03, WHOLE: 0.012},
