@@ -47,8 +47,11 @@ class StepMemory(LayerPeak):
             **({} if self.local.adapted else {"embedding gradient": self.embedding_gradient()}),
             "optimizer": self.optimizer(),
         }
-        if self.turn.layers > 1 and self.turn.pipelined and self.turn.recomputes and delayed_experts.delays_turns(self.local):
-            points["first turns of the backward pass"] = self.first_turns()
+        if self.turn.layers > 1 and self.turn.pipelined and self.turn.recomputes:
+            if delayed_experts.delays_turns(self.local):
+                points["first turns of the backward pass"] = self.first_turns()
+            elif delayed_experts.reduces_late(self.local):
+                points["first turns of the backward pass"] = self.reductions_of_first_turns()
         if self.overlap:
             points["end of the backward pass"] = self.end_of_backward()
         if self.combined and self.local.fsdp > 1:
@@ -315,6 +318,33 @@ class StepMemory(LayerPeak):
                 "backward pass of two turns of layers and a half: inputs of their weight gradients, which are computed later",
             ),
             "loss": self.unembedding_gradient(),
+        }
+
+    def reductions_of_first_turns(self) -> Components:
+        """Return what is live in the last layer of the third turn of layers with experts, which is not in the loop.
+
+        The gradients of two turns wait for their reductions, and those of the third turn's other layers. The weight gradients of the last
+        layer are computed when the gradients of its attention's input by queries, keys and values are summed.
+        """
+        local = self.local
+        layer = self.turn.trained_weights // self.turn.layers
+        waiting = delayed_experts.TURNS * self.turn.trained_weights - layer
+        return {
+            "activations": self.saved,
+            "accumulated_gradients": self.accumulated(),
+            "parameter_copies": Component(
+                self.layout_copies() + self.next_layer_weights(),
+                "transposed parameters of attention out; gathered weights of the next turn",
+            ),
+            "working_activations": Component(
+                delayed_experts.operands(local) + 3 * local.stream_bytes,
+                "backward pass of the last layer of the third turn: inputs of its weight gradients, gradients of attention's input",
+            ),
+            "loss": self.unembedding_gradient(),
+            "collective_buffers": Component(
+                waiting * local.gradient_itemsize,
+                f"unsharded {local.config.precision.gradients} gradients of three turns of layers but one layer before their reduction",
+            ),
         }
 
     def reductions_of_first_layers(self) -> Components:
