@@ -56,6 +56,18 @@ def operands(local: LocalSizes) -> int:
     return narrow // local.compute_itemsize + 2 * local.stream_bytes + of_norm + normed + local.query_bytes
 
 
+def attention(local: LocalSizes) -> int:
+    """Return the bytes of a layer's queries, keys, values and results, of normed queries and keys also the inputs of the norms."""
+    normed = local.query_bytes + local.key_bytes if local.model.qk_norm else 0
+    return local.query_bytes + 2 * local.key_bytes + local.context_bytes + normed
+
+
+def late_operands(local: LocalSizes, layers: int) -> int:
+    """Return the bytes that pending weight gradients are computed from at the end of the second turn over tensor, for turns of so many
+    layers, with the attention of the third turn: its inputs, and its projected results before they are scattered."""
+    return (layers + 1) * operands(local) + layers * (2 * local.stream_bytes + attention(local))
+
+
 def current(local: LocalSizes) -> int:
     """Return the bytes that are live beside these in the MLP of the current layer: the parts of the rows' gradients by gate and by up, and
     their sum in the slots of the tokens of other devices."""

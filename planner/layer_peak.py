@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ridgeline.configs.remat import POLICIES
-from ridgeline.planner import eight_bits
+from ridgeline.planner import delayed_experts, eight_bits
 from ridgeline.planner.activations import attention_workspace, mask_bytes, offloads_inputs
 from ridgeline.planner.live_buffers import LiveBuffers
 from ridgeline.planner.recompute import recomputed
@@ -86,6 +86,7 @@ class LayerPeak(LiveBuffers):
             ("its end", hidden, at_end * stream, 0, waiting + more, mask),
             *([("its end", delayed, 0, 0, more, mask)] if self.turn.layers > 1 and recomputes else []),
             *self._mlp_after_others(together, (at_mlp + slices) * hidden, down, mask),
+            *self._experts_after_others(mask),
         )
         return max(points, key=lambda point: sum(point[1:]))
 
@@ -130,6 +131,17 @@ class LayerPeak(LiveBuffers):
         elif model.activation == "gelu_tanh" and not self.in_loop and not narrow:  # so in the heaps of Gemma 2 and 3
             of_mlp += 4 * local.hidden_bytes // local.compute_itemsize  # tanh, float32
         return [("its MLP", others + of_mlp, streams, matrices, down, mask)]
+
+    def _experts_after_others(self, mask: int) -> list[tuple[str, int, int, int, int, int]]:
+        """Return the point in the experts of a turn's last layer but one, over tensor: the weight gradients of the turn begin after it.
+
+        The attention of all layers of the turn is recomputed at its start, as nothing of it depends on a gradient.
+        """
+        local = self.local
+        if local.model.moe is None or local.tensor == 1 or self.turn.layers == 1 or not self.turn.recomputes:
+            return []
+        others = (self.turn.layers - 1) * delayed_experts.operands(local) + delayed_experts.attention(local)
+        return [("its MLP", others + delayed_experts.current(local), 4 * local.stream_bytes, 0, 0, mask)]
 
     def _mlp_in_order(self, of_mlp: int) -> list[tuple[int, int]]:
         """Return the sizes of hidden activations and of streams at two points in the MLP of an ordered layer over tensor.

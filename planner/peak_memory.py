@@ -321,14 +321,21 @@ class StepMemory(LayerPeak):
         }
 
     def reductions_of_first_turns(self) -> Components:
-        """Return what is live in the last layer of the third turn of layers with experts, which is not in the loop.
+        """Return what is live in the first three turns of layers with experts, which are not in the loop, where that is most.
 
-        The gradients of two turns wait for their reductions, and those of the third turn's other layers. The weight gradients of the last
-        layer are computed when the gradients of its attention's input by queries, keys and values are summed.
+        In the last layer of the third turn the gradients of two turns wait for their reductions, and those of the third turn's other
+        layers; the weight gradients of the last layer are computed when the gradients of its attention's input by queries, keys and values
+        are summed. Over tensor the weight gradients begin in the second turn, a turn of layers and one late. In the last layer of that turn
+        the third one has recomputed its attention, whose results are not yet scattered.
         """
         local = self.local
-        layer = self.turn.trained_weights // self.turn.layers
-        waiting = delayed_experts.TURNS * self.turn.trained_weights - layer
+        layer, parts = self.turn.trained_weights // self.turn.layers, 3 * local.stream_bytes
+        late = (delayed_experts.operands(local) + parts, delayed_experts.TURNS * self.turn.trained_weights - layer)
+        points = {"the last layer of the third turn": late}
+        if local.tensor > 1:
+            pending = delayed_experts.late_operands(local, self.turn.layers)
+            points["the last layer of the second turn"] = (pending + parts, self.turn.trained_weights - layer)
+        where, (working, waiting) = max(points.items(), key=lambda point: point[1][0] + point[1][1] * local.gradient_itemsize)
         return {
             "activations": self.saved,
             "accumulated_gradients": self.accumulated(),
@@ -337,13 +344,11 @@ class StepMemory(LayerPeak):
                 "transposed parameters of attention out; gathered weights of the next turn",
             ),
             "working_activations": Component(
-                delayed_experts.operands(local) + 3 * local.stream_bytes,
-                "backward pass of the last layer of the third turn: inputs of its weight gradients, gradients of attention's input",
+                working, f"backward pass of {where}: inputs of weight gradients, gradients of attention's input"
             ),
             "loss": self.unembedding_gradient(),
             "collective_buffers": Component(
-                waiting * local.gradient_itemsize,
-                f"unsharded {local.config.precision.gradients} gradients of three turns of layers but one layer before their reduction",
+                waiting * local.gradient_itemsize, f"unsharded {local.config.precision.gradients} gradients of turns before their reduction"
             ),
         }
 

@@ -513,8 +513,12 @@ CLOSE = {
     ("models/olmo2-7b", "full"): {"loss": 0.012, START: 0.03, BACKWARD: 0.012},
     ("models/qwen3-30b-a3b", "offload"): {START: 0.02, BACKWARD: 0.04, WHOLE: 0.035},
     ("models/qwen3-30b-a3b", "full"): {START: 0.012, BACKWARD: 0.012, WHOLE: 0.015},
-    ("models/llama-4-scout-17b-16e", "full"): {START: 0.015, WHOLE: 0.02},
+    ("models/llama-4-scout-17b-16e", "full", 4096): {START: 0.015, WHOLE: 0.02},
+    ("models/llama-4-scout-17b-16e", "full", 8192): {START: 0.04, WHOLE: 0.065},
+    ("models/llama-4-scout-17b-16e", "full", 16384): {START: 0.025, WHOLE: 0.035},
+    ("models/llama-4-scout-17b-16e", "full", 32768): {START: 0.02, BACKWARD: 0.02, WHOLE: 0.025},
     ("models/gpt-oss-20b", "full", 2048): {START: 0.045, WHOLE: 0.075},  # places in the heap leave gaps of 12 %
+    ("models/gpt-oss-20b", "full", 8192): {WHOLE: 0.035},
     ("models/deepseek-v3-671b", "offload"): {START: 0.025, "optimizer": 0.02},
     ("models/deepseek-v2-lite", "none"): {"loss": 0.012, START: 0.012, BACKWARD: 0.045},
     ("models/deepseek-v2-lite", "dots"): {START: 0.012, BACKWARD: 0.03, WHOLE: 0.012},
