@@ -204,7 +204,8 @@ def relaid_bytes(local: LocalSizes, backend: str, overlap: bool, combined: bool)
     stream where it is saved, else (when loops are unrolled for overlap) the block input. With dots (and combined collectives) the stack of
     a residual stream is copied before the last layer is written into it, as the first kernels of the backward pass read the old one; small
     models copy both. Where a whole block waits for its gradient nothing reads its input an iteration earlier, and the stack is written in
-    the layout in which it is read (heaps of Llama 3.1 8B, Qwen3 8B and Mistral Nemo 12B). Attention that stores scores transposes them, and so do grouped matmuls of experts in 8 bits what they saved.
+    the layout in which it is read (heaps of Llama 3.1 8B, Qwen3 8B and Mistral Nemo 12B). Attention that stores scores transposes them,
+    and so do grouped matmuls of experts in 8 bits what they saved.
     """
     policy, layers = local.config.compute.remat.policy, local.model.num_layers
     relaid = 0

@@ -1,19 +1,29 @@
-"""What the weight gradients of layers with experts are computed from, where XLA delays those of several turns of layers.
+"""Weight gradients of layers with experts in the first turns of several layers of the backward pass, which are not in the loop over layers.
 
-So at the start of the backward pass, which is not in the loop over layers, of turns of several layers whose tokens are exchanged by
-all_to_all without a capacity: the gradients of two turns are computed in the second half of the third one. Read from the heaps of compiled
-steps of Llama 4 Scout in float8 and of gpt-oss (GPU backend, jax 0.10.2). Sizes are bytes of one device.
+Where tokens are exchanged by all_to_all without a capacity, the gradients of two turns are computed in the second half of the third one:
+what they are computed from is there at once. Elsewhere they are computed early, and wait for their reductions until the end of the third
+turn. Read from the heaps of compiled steps of Llama 4 Scout (in float8, and over fsdp=64 x tensor=4) and of gpt-oss (GPU backend,
+jax 0.10.2). Sizes are bytes of one device.
 """
 
 from __future__ import annotations
 
 from ridgeline.planner.local import LocalSizes
 
+TURNS = 3
+"""Turns at the start of the backward pass that are not in the loop, which XLA unrolls by two, of an even number of them."""
+
 
 def delays_turns(local: LocalSizes) -> bool:
     """Return whether the gradients of two turns and a half are pending together; not where those of a turn are reduced within it."""
     sums_twice = local.data * local.context > 1
-    return local.written_in_place != (0, 0) and local.fsdp > 1 and not sums_twice and not local.adapted
+    return local.sends_uncapped and local.fsdp > 1 and not sums_twice and not local.adapted
+
+
+def reduces_late(local: LocalSizes) -> bool:
+    """Return whether the weight gradients of these turns wait for their reductions; not where those of a turn are reduced within it."""
+    trained = local.model.moe is not None and not local.adapted
+    return trained and local.fsdp > 1 and not local.sends_uncapped and local.data * local.context == 1
 
 
 def pending_layers(layers: int) -> int:
@@ -44,6 +54,18 @@ def operands(local: LocalSizes) -> int:
     narrow = hidden + gates * shared + 2 * local.row_bytes + 2 * local.stream_bytes + 2 * attention
     of_norm = (4 // local.compute_itemsize + 1) * local.cut_stream_bytes
     return narrow // local.compute_itemsize + 2 * local.stream_bytes + of_norm + normed + local.query_bytes
+
+
+def attention(local: LocalSizes) -> int:
+    """Return the bytes of a layer's queries, keys, values and results, of normed queries and keys also the inputs of the norms."""
+    normed = local.query_bytes + local.key_bytes if local.model.qk_norm else 0
+    return local.query_bytes + 2 * local.key_bytes + local.context_bytes + normed
+
+
+def late_operands(local: LocalSizes, layers: int) -> int:
+    """Return the bytes that pending weight gradients are computed from at the end of the second turn over tensor, for turns of so many
+    layers, with the attention of the third turn: its inputs, and its projected results before they are scattered."""
+    return (layers + 1) * operands(local) + layers * (2 * local.stream_bytes + attention(local))
 
 
 def current(local: LocalSizes) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ridgeline.configs.remat import POLICIES
-from ridgeline.planner import block_scaled, eight_bits
+from ridgeline.planner import block_scaled, delayed_experts, eight_bits
 from ridgeline.planner.activations import attention_workspace, mask_bytes, offloads_inputs
 from ridgeline.planner.live_buffers import LiveBuffers
 from ridgeline.planner.recompute import recomputed
@@ -86,14 +86,11 @@ class LayerPeak(LiveBuffers):
         if offloads_inputs(local) and (local.ring or local.model.moe is None):
             early = 0 if local.ring else gates
         delayed = together * self.turn.before_weight_gradients() // self.turn.layers
+        matrices = 2 * local.mlp_matrix * local.matrix_itemsize
         points = (
-            (
-                "its MLP",
-                at_mlp * hidden + quantized + of_experts,
-                self._streams_in_mlp(streams),
-                2 * local.mlp_matrix * local.matrix_itemsize,
-                down,
-                mask,
+            *(
+                ("its MLP", hidden_and_rows + quantized + of_experts, self._streams_in_mlp(streams), matrices, down, mask)
+                for hidden_and_rows in self._hidden_and_rows(at_mlp)
             ),
             ("its attention", min(3, early) * hidden, 6 * stream, 0, 0, attention),
             # attention may run before the gradients of the MLP's weights
@@ -102,6 +99,7 @@ class LayerPeak(LiveBuffers):
             ("its end", hidden, at_end * stream, 0, waiting + more, mask),
             *([("its end", delayed, 0, 0, more, mask)] if self.turn.layers > 1 and recomputes else []),
             *self._mlp_after_others(together, (at_mlp + slices) * hidden, down, mask),
+            *self._experts_after_others(mask),
         )
         return max(points, key=lambda point: sum(point[1:]))
 
@@ -151,6 +149,19 @@ class LayerPeak(LiveBuffers):
         streams += -4 * local.tokens * model.embed_dim // local.tensor if self.in_loop else local.stream_bytes
         return [("its attention", hidden, streams + heads, 0, 0, workspace)]
 
+    def _hidden_and_rows(self, at_mlp: int) -> list[int]:
+        """Return the bytes of hidden activations at points in the MLP, with residual streams in the rows of experts by which more or fewer
+        than `expert_rows_in_flight` are live.
+
+        Where tokens are sent by all_to_all without a capacity, XLA computes all weight gradients after the gradients of the rows have been
+        sent back. First the gradient of a hidden activation is there with what it is multiplied with, and in the rows of the experts their
+        inputs and the gradients of their results; then gate and up are gone, and the gradients of the rows by both are there too.
+        """
+        local = self.local
+        if not (self.overlap and local.sends_uncapped):
+            return [at_mlp * local.hidden_bytes]
+        return [at_mlp * local.hidden_bytes - local.row_bytes, min(3, at_mlp) * local.hidden_bytes + local.row_bytes]
+
     def _mlp_after_others(self, layers: int, of_mlp: int, down: int, mask: int) -> list[tuple[str, int, int, int, int, int]]:
         """Return the point in the MLP of the last of some layers, when the weight gradients of the others are still to be computed.
 
@@ -179,6 +190,17 @@ class LayerPeak(LiveBuffers):
         elif model.activation == "gelu_tanh" and not self.in_loop and not narrow:  # so in the heaps of Gemma 2 and 3
             of_mlp += 4 * local.hidden_bytes // local.compute_itemsize  # tanh, float32
         return [("its MLP", others + of_mlp, streams, matrices, down, mask)]
+
+    def _experts_after_others(self, mask: int) -> list[tuple[str, int, int, int, int, int]]:
+        """Return the point in the experts of a turn's last layer but one, over tensor: the weight gradients of the turn begin after it.
+
+        The attention of all layers of the turn is recomputed at its start, as nothing of it depends on a gradient.
+        """
+        local = self.local
+        if local.model.moe is None or local.tensor == 1 or self.turn.layers == 1 or not self.turn.recomputes:
+            return []
+        others = (self.turn.layers - 1) * delayed_experts.operands(local) + delayed_experts.attention(local)
+        return [("its MLP", others + delayed_experts.current(local), 4 * local.stream_bytes, 0, 0, mask)]
 
     def _mlp_in_order(self, of_mlp: int) -> list[tuple[int, int]]:
         """Return the sizes of hidden activations and of streams at two points in the MLP of an ordered layer over tensor.

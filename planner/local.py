@@ -199,6 +199,11 @@ class LocalSizes:
         assert moe is not None
         return self.expert * self.cut_stream_bytes, min(moe.experts_per_token, self.expert) * self.cut_stream_bytes
 
+    @property
+    def sends_uncapped(self) -> bool:
+        """Whether tokens go to their experts by all_to_all without a capacity."""
+        return self.written_in_place != (0, 0)
+
     @cached_property
     def busy_rows(self) -> int:
         """Rows of that buffer that hold tokens, or pad them to whole blocks, at balanced loads; the kernel skips the others."""

@@ -47,8 +47,11 @@ class StepMemory(LayerPeak):
             **({} if self.local.adapted else {"embedding gradient": self.embedding_gradient()}),
             "optimizer": self.optimizer(),
         }
-        if self.turn.layers > 1 and self.turn.pipelined and self.turn.recomputes and delayed_experts.delays_turns(self.local):
-            points["first turns of the backward pass"] = self.first_turns()
+        if self.turn.layers > 1 and self.turn.pipelined and self.turn.recomputes:
+            if delayed_experts.delays_turns(self.local):
+                points["first turns of the backward pass"] = self.first_turns()
+            elif delayed_experts.reduces_late(self.local):
+                points["first turns of the backward pass"] = self.reductions_of_first_turns()
         if self.overlap:
             points["end of the backward pass"] = self.end_of_backward()
         if self.combined and self.local.fsdp > 1:
@@ -334,6 +337,38 @@ class StepMemory(LayerPeak):
                 "backward pass of two turns of layers and a half: inputs of their weight gradients, which are computed later",
             ),
             "loss": self.unembedding_gradient(),
+        }
+
+    def reductions_of_first_turns(self) -> Components:
+        """Return what is live in the first three turns of layers with experts, which are not in the loop, where that is most.
+
+        In the last layer of the third turn the gradients of two turns wait for their reductions, and those of the third turn's other
+        layers; the weight gradients of the last layer are computed when the gradients of its attention's input by queries, keys and values
+        are summed. Over tensor the weight gradients begin in the second turn, a turn of layers and one late. In the last layer of that turn
+        the third one has recomputed its attention, whose results are not yet scattered.
+        """
+        local = self.local
+        layer, parts = self.turn.trained_weights // self.turn.layers, 3 * local.stream_bytes
+        late = (delayed_experts.operands(local) + parts, delayed_experts.TURNS * self.turn.trained_weights - layer)
+        points = {"the last layer of the third turn": late}
+        if local.tensor > 1:
+            pending = delayed_experts.late_operands(local, self.turn.layers)
+            points["the last layer of the second turn"] = (pending + parts, self.turn.trained_weights - layer)
+        where, (working, waiting) = max(points.items(), key=lambda point: point[1][0] + point[1][1] * local.gradient_itemsize)
+        return {
+            "activations": self.saved,
+            "accumulated_gradients": self.accumulated(),
+            "parameter_copies": Component(
+                self.layout_copies() + self.next_layer_weights(),
+                "transposed parameters of attention out; gathered weights of the next turn",
+            ),
+            "working_activations": Component(
+                working, f"backward pass of {where}: inputs of weight gradients, gradients of attention's input"
+            ),
+            "loss": self.unembedding_gradient(),
+            "collective_buffers": Component(
+                waiting * local.gradient_itemsize, f"unsharded {local.config.precision.gradients} gradients of turns before their reduction"
+            ),
         }
 
     def reductions_of_first_layers(self) -> Components:
