@@ -210,7 +210,10 @@ def relaid_bytes(local: LocalSizes, backend: str, overlap: bool, combined: bool)
     policy, layers = local.config.compute.remat.policy, local.model.num_layers
     relaid = 0
     between, ring = local.tensor > 1 and local.rows > 1, local.config.compute.tensor_overlap == "ring"
-    block_waits = waiting(local.config, local.tensor, local.expert) == "block" and local.model.layer_period == 1 and local.model.moe is None
+    block_waits = waiting(local.config, local.tensor, local.expert) == "block" and local.model.moe is None
+    block_waits = block_waits and (
+        local.model.layer_period == 1 or any(name.startswith("mlp_") for name in local.config.compute.remat.names)
+    )
     if between and not ring and policy in ("none", "attention-only"):
         # both gathered streams; with gathers of weights between them the first is free when the second is copied
         relaid = layers * local.stream_bytes * (2 if local.fsdp == 1 and overlap else 1)
