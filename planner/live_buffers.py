@@ -219,17 +219,19 @@ class LiveBuffers:
 
         That is the gradient of the logits, and the final hidden states.
 
-        With one chunk in a loop of microbatches the scheduler delays that matmul until the layers are done, where its input is the smaller
-        and its result is only reduce-scattered: over fsdp, with mesh.zero_stage=2 also over data. One reduction takes it with the
-        embedding's gradient. Where that is bfloat16 they have one each, and the unembedding's starts with the last layer, or before: then
-        the matmul is done before the loop over layers (four heaps of five; not so in that of Qwen2.5 7B, fsdp=8, `full`).
+        With one chunk the scheduler delays that matmul until the layers are done, where its input is the smaller and, in a loop of
+        microbatches, its result is only reduce-scattered: over fsdp, with mesh.zero_stage=2 also over data. Without a loop so in heaps of
+        dense models. One reduction takes it with the embedding's gradient. Where that is bfloat16 they have one each, and the
+        unembedding's starts with the last layer, or before: then the matmul is done before the loop over layers (four heaps of five; not
+        so in that of Qwen2.5 7B, fsdp=8, `full`).
         """
         local = self.local
         size = local.tokens * local.heads * local.model.padded_vocab_size // local.tensor * local.compute_itemsize
         size += local.heads * local.stream_bytes
         reduced_first = local.config.compute.reduces_unembedding_first or local.adapted
         summed = local.context > 1 or (self.data > 1 and not local.config.mesh.zero_stage)
-        delays = self.overlap and self.in_loop and self.one_chunk and not summed and not reduced_first and local.gradient_itemsize == 4
+        delays = self.overlap and self.one_chunk and not reduced_first and local.gradient_itemsize == 4
+        delays = delays and (not summed if self.in_loop else local.model.moe is None)
         return size if delays and size < 4 * local.table else 0
 
     @property

@@ -149,7 +149,7 @@ class StepMemory(LayerPeak):
                 + ("; attention of the last layer, recomputed" if early else ""),
             ),
             "loss": Component(
-                logits + local.compute_itemsize * table + gradient + self.half_reduced_table(),
+                logits + local.compute_itemsize * table + gradient + (0 if self.delayed_logits else self.half_reduced_table()),
                 f"logits of {tokens:,} tokens in float32 and their gradient, the gathered unembedding"
                 + ("" if local.adapted else " and its unsharded float32 gradient"),
             ),
