@@ -222,8 +222,6 @@ def relaid_bytes(local: LocalSizes, backend: str, overlap: bool, combined: bool)
         relaid = 0 if block_waits else layers * local.cut_stream_bytes * (2 if ring_keeps_update(local) else 1)
     if local.latent_bytes and local.ring and policy == "dots":
         relaid += layers * local.up_bytes  # keys and values from latents, as the ring reads them (heap of DeepSeek V2 Lite)
-    if local.config.precision.block_scaled is not None and policy == "none" and backend == "cudnn":
-        relaid += layers * local.query_bytes  # attention results, for blocks along the tokens; Pallas reads them in that layout too
     if backend in ("xla", "reference") and policy == "none":
         relaid += layers * score_bytes(local, 4)
     experts = local.config.compute.experts
