@@ -47,6 +47,8 @@ class LiveBuffers:
     """Collectives are combined, and several run at once, as in a run (launch/environment.py)."""
     saved: Component
     """Activations kept from the forward to the backward pass."""
+    adds_bfloat16: bool = True
+    """XLA adds and multiplies bfloat16 values as such (planner/hardware.py)."""
 
     @cached_property
     def turn(self) -> Turn:
