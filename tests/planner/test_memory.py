@@ -560,6 +560,11 @@ CLOSE = {
     ("models/gemma3-4b", "dots", "tensor"): {"loss": 0.012, START: 0.035, BACKWARD: 0.036, WHOLE: 0.035},
     ("models/olmo2-13b", "names"): {"loss": 0.012, START: 0.012, BACKWARD: 0.012, WHOLE: 0.012},
     ("models/olmo2-1b", "names"): {"loss": 0.025, START: 0.03, BACKWARD: 0.02, WHOLE: 0.02},
+    ("models/qwen2.5-1.5b", "offload"): {START: 0.012, BACKWARD: 0.012, LAST: 0.012, WHOLE: 0.016},
+    ("models/qwen2.5-1.5b", "offload", "dgx-a100"): {START: 0.012, BACKWARD: 0.012, LAST: 0.012, WHOLE: 0.012},
+    ("models/llama-3.2-3b", "offload", "dgx-a100"): {START: 0.02, BACKWARD: 0.012, LAST: 0.02, WHOLE: 0.015},
+    ("models/olmo2-7b", "offload", "dgx-a100"): {START: 0.02, BACKWARD: 0.025, LAST: 0.03, WHOLE: 0.02},
+    ("models/olmo2-13b", "offload", "dgx-a100"): {START: 0.04, BACKWARD: 0.055, LAST: 0.04, WHOLE: 0.012},
     ("models/qwen2.5-1.5b", "full"): {START: 0.05, WHOLE: 0.025},
     ("models/qwen3-8b", "none", "tensor"): {START: 0.015, BACKWARD: 0.025, WHOLE: 0.035},
 }
