@@ -53,7 +53,7 @@ class LiveBuffers:
     @cached_property
     def turn(self) -> Turn:
         """One turn of the loop over layers."""
-        return Turn(self.local, self.overlap, self.in_loop, self.adds_bfloat16)
+        return Turn(self.local, self.overlap, self.in_loop)
 
     @property
     def sharded(self) -> LocalSizes:

@@ -35,8 +35,6 @@ class Turn:
     """Compiled with the latency-hiding scheduler."""
     in_loop: bool
     """Microbatches run in a loop."""
-    adds_bfloat16: bool = True
-    """XLA adds and multiplies bfloat16 values as such (planner/hardware.py)."""
 
     @cached_property
     def layers(self) -> int:
@@ -205,9 +203,7 @@ class Turn:
         8-bit matmuls keep one byte of an element (of attention results, which are quantized later, all). The gradients of the norms, which
         are computed together with those of the matrices, need the inputs of the norms too, and the residual stream; with norms of queries
         and keys also the gradients of attention's input by both, and an offloaded input of the block. Without 8-bit matmuls the kernels of
-        the norms' backward pass compute them. With norms of queries and keys one kernel computes their gradients and those of the norm
-        before the MLP, after an ordered turn over tensor; where sums are float32 (before Hopper) the latter are computed with the gradient
-        of that norm's input (heaps of Gemma 3 4B and 12B).
+        the norms' backward pass compute them.
         """
         local = self.local
         hidden = (3 if local.model.gated_mlp else 2) * local.hidden_bytes
@@ -226,9 +222,7 @@ class Turn:
             of_norms = streams * local.stream_bytes + normed
             return self.layers * (operands // local.compute_itemsize + local.context_bytes + of_norms)
         of_norm = 0
-        if self.in_order and local.tensor > 1 and local.model.qk_norm and not self.adds_bfloat16:
-            of_norm = 0
-        elif self.in_order and local.tensor > 1:
+        if self.in_order and local.tensor > 1:
             of_norm = 2 * local.cut_stream_bytes  # the norm before the MLP: the stream and attention's update
         elif self.in_order and local.model.qk_norm and local.model.norm_position == "both":
             of_norm = 3 * local.stream_bytes  # its input, and its gradients by gate and by up, which devices on tensor sum at once
