@@ -159,7 +159,7 @@ def draw(rng: random.Random, kind: str) -> dict[str, Any] | None:
             check_block_scaled(hardware(cluster.device), config.precision.block_scaled)
         machine = Machine(cluster, load_calibration(None), devices)
         layout = Layout(data, fsdp, tensor, micro, config.compute.remat, context=context, zero_stage=zero_stage, expert=expert)
-        memory = memory_per_device(config, sizes, gpu=True)
+        memory = memory_per_device(config, sizes, gpu=True, device=hardware(cluster.device))
         candidate = evaluate(config, layout, memory, machine, 1e12, nodes)
     except (UserError, ValueError):
         return None

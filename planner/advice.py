@@ -109,7 +109,7 @@ def _keep_more(candidate: Candidate, machine: Machine) -> str | None:
     more = MEMORY_LADDER[MEMORY_LADDER.index(remat) - 1]
     layout = replace(candidate.layout, remat=more)
     config = layout.apply(candidate.parts.config)
-    memory = memory_per_device(config, layout.sizes, gpu=machine.device.tensor_cores)
+    memory = memory_per_device(config, layout.sizes, gpu=machine.device.tensor_cores, device=machine.device)
     gain = candidate.step.step_s / step_parts(config, layout.sizes, machine, memory=memory).assemble().step_s - 1
     short = memory.total_bytes - capacity_bytes(machine)
     if short <= 0 or gain <= 0:

@@ -18,7 +18,7 @@ from ridgeline.configs.remat import POLICIES
 from ridgeline.configs.rules import check_config
 from ridgeline.configs.schema import Config
 from ridgeline.planner.calibration import Calibration
-from ridgeline.planner.hardware import hardware
+from ridgeline.planner.hardware import Hardware, hardware
 from ridgeline.planner.memory import memory_per_device
 from ridgeline.planner.search import Candidate, capacity_bytes, search_scale
 from ridgeline.planner.step_time import Machine, step_parts
@@ -35,14 +35,14 @@ DOUBLINGS = 3
 """How often the loss chunk is doubled at most."""
 
 
-def fitting_changes(config: Config, sizes: Mapping[str, int], capacity_bytes: int) -> list[str] | None:
+def fitting_changes(config: Config, sizes: Mapping[str, int], capacity_bytes: int, device: Hardware | None = None) -> list[str] | None:
     """Return the overrides of the smallest change whose estimated memory is within the capacity; None when no single or paired change is.
 
     Changes are tried in the order of their cost: microbatches cost kernel launches, stronger rematerialization costs FLOPs, more sharding
-    costs communication, pairs cost both.
+    costs communication, pairs cost both. device: as in `memory_per_device`.
     """
     for overrides, changed, mesh in _changes(config, sizes):
-        if memory_per_device(changed, mesh).total_bytes <= capacity_bytes:
+        if memory_per_device(changed, mesh, device=device).total_bytes <= capacity_bytes:
             return overrides
     return None
 
@@ -129,7 +129,7 @@ def lower_precision_state(
         changed = config.model_copy(update={"precision": config.precision.model_copy(update=settings)})
         best = search_scale(changed, cluster, calibration, nodes, tokens).best
         if best is not None:
-            before = memory_per_device(best.layout.apply(config), best.layout.sizes)
+            before = memory_per_device(best.layout.apply(config), best.layout.sizes, device=hardware(cluster.device))
             return StateChange(settings, best, before.total_bytes - best.memory.total_bytes)
     return None
 
@@ -162,7 +162,7 @@ def offloaded_state(config: Config, cluster: ClusterConfig, calibration: Calibra
     best = search_scale(changed, cluster, calibration, nodes, tokens).best
     if best is None:
         return None
-    before = memory_per_device(best.layout.apply(config), best.layout.sizes)
+    before = memory_per_device(best.layout.apply(config), best.layout.sizes, device=hardware(cluster.device))
     return OffloadChange(best, before.total_bytes - best.memory.total_bytes)
 
 
@@ -192,7 +192,7 @@ def larger_loss_chunk(candidate: Candidate, machine: Machine) -> ChunkChange | N
     for doubling in range(1, DOUBLINGS + 1):
         chunk = config.compute.loss_chunk << doubling
         larger = _with_chunk(config, chunk)
-        memory = memory_per_device(larger, sizes, gpu=machine.device.tensor_cores)
+        memory = memory_per_device(larger, sizes, gpu=machine.device.tensor_cores, device=machine.device)
         if memory.total_bytes > capacity_bytes(machine):
             break
         fitting.append((chunk, step_parts(larger, sizes, machine, memory=memory).assemble().step_s, memory.total_bytes))

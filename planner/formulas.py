@@ -152,10 +152,12 @@ class Formulas:
         return {field.name: [vars(formula) for formula in getattr(self, field.name)] for field in fields(self)}
 
 
-def memory_formulas(config: Config, sizes: Mapping[str, int], *, gpu: bool) -> tuple[list[Formula], list[Formula]]:
+def memory_formulas(
+    config: Config, sizes: Mapping[str, int], *, gpu: bool, device: Hardware | None = None
+) -> tuple[list[Formula], list[Formula]]:
     """Return the formula of every component of the memory of one device, and the symbols in them."""
     local = LocalSizes.of(config, sizes)
-    traced = memory_of(_Sizes(*(getattr(local, field.name) for field in fields(local))), sizes, gpu=gpu)
+    traced = memory_of(_Sizes(*(getattr(local, field.name) for field in fields(local))), sizes, gpu=gpu, device=device)
     found = [
         Formula(name, int(part.bytes), "bytes", getattr(part.bytes, "text", ""), part.assumption)
         for name, part in traced.components.items()
@@ -247,7 +249,7 @@ def formulas(plan: Plan) -> Formulas:
     """Return the formulas of the best layout of a plan."""
     best, device = plan.best[0], hardware(plan.cluster.device)
     chosen = best.layout.apply(plan.config)
-    memory, symbols = memory_formulas(chosen, best.layout.sizes, gpu=device.tensor_cores)
+    memory, symbols = memory_formulas(chosen, best.layout.sizes, gpu=device.tensor_cores, device=device)
     step = [Formula(f"{name}_s", seconds, "s", STEP_TERMS.get(name, LINK_TERM)) for name, seconds in best.step.breakdown_s.items()]
     of_run = run_symbols(best, chosen, plan.cluster, device)
     run = run_formulas(best.run, {symbol.name: symbol.value for symbol in of_run}, asynchronous=chosen.checkpoint.asynchronous)

@@ -16,6 +16,8 @@ from ruamel.yaml import YAML
 from ridgeline.configs.errors import UserError, unknown_name
 
 CATALOG = Path(__file__).with_name("hardware.yaml")
+HOPPER = (9, 0)
+"""Compute capability of the first GPUs with arithmetic in bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,12 @@ class Hardware:
     def nominal(self) -> bool:
         """Whether the figures stand for no real device (cpu): they are for trying plans, and no MFU is reported relative to them."""
         return not self.kinds
+
+    @property
+    def adds_bfloat16(self) -> bool:
+        """Whether XLA adds and multiplies bfloat16 values as such: from Hopper on. Before, it computes in float32 and rounds each result
+        (xla/service/gpu/gpu_float_support.cc). True for devices that it does not compile for without being present."""
+        return self.target is None or self.target.compute_capability >= HOPPER
 
 
 @functools.cache

@@ -87,6 +87,7 @@ class LayerPeak(LiveBuffers):
             early = 0 if local.ring else gates
         delayed = together * self.turn.before_weight_gradients() // self.turn.layers
         matrices = 2 * local.mlp_matrix * local.matrix_itemsize
+        at_mlp += self._reads_hidden_from_host
         points = (
             *(
                 ("its MLP", hidden_and_rows + quantized + of_experts, self._streams_in_mlp(streams), matrices, down, mask)
@@ -103,6 +104,25 @@ class LayerPeak(LiveBuffers):
         )
         return max(points, key=lambda point: sum(point[1:]))
 
+    @property
+    def _reads_hidden_from_host(self) -> bool:
+        """Whether a copy of gate or up from host memory is a hidden activation more in the MLP.
+
+        The kernel that reads it writes the gradients of gate and up, beside the gradient of the input of down and the other of the two; a
+        matmul's result would give its memory to one of them (heaps of Qwen2.5 1.5B and 7B, [query, mlp_up]).
+        """
+        local, remat = self.local, self.local.config.compute.remat
+        from_host = remat.offloads and not offloads_inputs(local) and not {"mlp_gate", "mlp_up"}.isdisjoint(remat.names)
+        return self._plain_in_loop and from_host and local.model.gated_mlp and local.config.precision.matmul == "compute"
+
+    @property
+    def _plain_in_loop(self) -> bool:
+        """Whether microbatches run in a loop, in layers of one kind, without experts and norms of results, that are not over tensor."""
+        local = self.local
+        alike = local.model.moe is None and local.model.layer_period == 1 and not local.adapted and not local.latent_bytes
+        plain = local.config.precision.matmul in ("compute", "fp8") and local.model.norm_position == "pre" and local.tensor == 1
+        return alike and plain and self.in_loop
+
     def _streams_in_mlp(self, usual: int) -> int:
         """Return the size of what is live in the MLP of a layer beside hidden activations; usual: number of streams, where it is not known.
 
@@ -110,15 +130,16 @@ class LayerPeak(LiveBuffers):
         norms of queries and keys also their inputs, and four streams: the inputs of attention, of the MLP and of its norm, and the gradient
         of the layer's result. With 8-bit matmuls: attention's update, that gradient, and four inputs of weight gradients in one byte per
         element. Two more are counted with the block: the gradients of the MLP's input by gate and by up; with 8-bit matmuls the final
-        hidden states and their gradient.
+        hidden states and their gradient. Where gate or up comes from host memory, the kernel that reads it comes before these two: then the
+        gradient of the layer's result, and inputs of attention, of the MLP and of its norm.
         """
         local = self.local
-        alike = local.model.moe is None and local.model.layer_period == 1 and not local.adapted and not local.latent_bytes
-        plain = local.config.precision.matmul in ("compute", "fp8") and local.model.norm_position == "pre" and local.tensor == 1
-        if not (alike and plain and self.in_loop and offloads_inputs(local)):
+        if not (self._plain_in_loop and (offloads_inputs(local) or self._reads_hidden_from_host)):
             return usual * local.stream_bytes
         attention = local.query_bytes + local.context_bytes + 2 * local.key_bytes
         attention += local.query_bytes + local.key_bytes if local.model.qk_norm else 0
+        if self._reads_hidden_from_host:  # `backward` adds one stream in float32
+            return attention + 4 * local.stream_bytes - 4 * local.tokens * local.model.embed_dim
         return attention + 4 * local.stream_bytes
 
     def _attention_before_mlp_gradients(self, workspace: int) -> list[tuple[str, int, int, int, int, int]]:

@@ -47,6 +47,8 @@ class LiveBuffers:
     """Collectives are combined, and several run at once, as in a run (launch/environment.py)."""
     saved: Component
     """Activations kept from the forward to the backward pass."""
+    adds_bfloat16: bool = True
+    """XLA adds and multiplies bfloat16 values as such (planner/hardware.py)."""
 
     @cached_property
     def turn(self) -> Turn:
@@ -261,6 +263,25 @@ class LiveBuffers:
         """Return the gradient of the unembedding that has been reduced before the loop over layers."""
         size = 4 * self.local.table // self.sharded.fsdp + self.half_reduced_table()
         return Component(size, "float32 gradient of the unembedding, reduced before the other layers")
+
+    def final_norm(self, *, at_start: bool) -> int:
+        """Return the size of the final hidden states, float32, and of the gradient of their normed values, where layers still need them.
+
+        GPUs before Hopper add in float32. XLA does not round the gradient that leaves the final norm before it is added: the kernel that
+        adds it computes it again from these two, in the last layer with the gradient by its MLP (heaps of Qwen2.5 1.5B, Llama 3.2 3B and
+        3.1 8B on A100). Where norms follow attention and MLP, the first kernel that reads it is that of such a norm. What is left is the
+        gradient of the final norm's scale, which nothing waits for until all layers are done (heaps of OLMo 2 1B, 7B and 13B on A100).
+        On Hopper in a loop of microbatches one kernel computes both gradients, and the two values are free.
+
+        at_start: in the last layer, whose backward pass comes first.
+        """
+        local, model = self.local, self.local.model
+        alike = model.moe is None and model.layer_period == 1 and not local.adapted and not local.latent_bytes and local.pipeline == 1
+        rounds = self.adds_bfloat16 or local.compute_itemsize == 4
+        if rounds or not (self.overlap and self.in_loop and alike) or local.tensor > 1:
+            return 0
+        waits = at_start if model.norm_position == "pre" else model.norm_position == "post"
+        return 4 * local.tokens * model.embed_dim + local.stream_bytes if waits else 0
 
     def half_reduced_table(self) -> int:
         """Return the bytes of a table's gradient that has been reduced over fsdp and not yet over data (mesh.zero_stage=2)."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from ridgeline.configs.schema import Config
 from ridgeline.planner.activations import Component, units_in_flight
+from ridgeline.planner.hardware import Hardware
 from ridgeline.planner.local import LocalSizes, parameter_bytes
 from ridgeline.planner.optimizer_state import ON_DEVICE, optimizer_state, streamed_state_bytes
 from ridgeline.planner.peak_memory import StepMemory
@@ -93,7 +94,13 @@ class MemoryEstimate:
 
 
 def memory_per_device(
-    config: Config, sizes: Mapping[str, int], *, gpu: bool = True, overlap: bool = True, combined: bool = True
+    config: Config,
+    sizes: Mapping[str, int],
+    *,
+    gpu: bool = True,
+    overlap: bool = True,
+    combined: bool = True,
+    device: Hardware | None = None,
 ) -> MemoryEstimate:
     """Estimate the peak memory of one device of a mesh with these axis sizes, by component.
 
@@ -103,15 +110,27 @@ def memory_per_device(
       gpu: affects the attention backend of `auto`, and the memory of the runtime.
       overlap: compiled with the latency-hiding scheduler, as for GPUs (JAX_OPTIMIZATION_LEVEL=O1); false: XLA's default flags.
       combined: collectives are combined and overlapped as in a run (launch/environment.py); false: by XLA's defaults.
+      device: for whose generation XLA compiles; None: Hopper or later.
     """
-    return memory_of(LocalSizes.of(config, sizes), sizes, gpu=gpu, overlap=overlap, combined=combined)
+    return memory_of(LocalSizes.of(config, sizes), sizes, gpu=gpu, overlap=overlap, combined=combined, device=device)
 
 
-def memory_of(local: LocalSizes, sizes: Mapping[str, int], *, gpu: bool, overlap: bool = True, combined: bool = True) -> MemoryEstimate:
+def memory_of(
+    local: LocalSizes,
+    sizes: Mapping[str, int],
+    *,
+    gpu: bool,
+    overlap: bool = True,
+    combined: bool = True,
+    device: Hardware | None = None,
+) -> MemoryEstimate:
     """As `memory_per_device`, from the sizes on one device."""
     state = _state(local, sizes, gpu)
     backend = local.attention_backend(gpu=gpu)
-    points = StepMemory(local, backend, overlap and gpu, overlap and gpu and combined, units_in_flight(local, backend)).points()
+    adds_bfloat16 = device is None or device.adds_bfloat16
+    points = StepMemory(
+        local, backend, overlap and gpu, overlap and gpu and combined, units_in_flight(local, backend), adds_bfloat16
+    ).points()
     if gpu and local.config.optimizer.offload:
         points["optimizer"] = points["optimizer"] | {STREAMED: _streamed(local)}
     totals = {name: sum(part.bytes for part in parts.values()) for name, parts in points.items()}

@@ -275,7 +275,7 @@ class StepMemory(LayerPeak):
                 + (", also those of the next layer" if next_layer else ""),
             ),
             "working_activations": Component(
-                hidden + streams + relaid + cotangent + delayed + block_scaled.constants(local),
+                hidden + streams + relaid + cotangent + delayed + self.final_norm(at_start=at_start) + block_scaled.constants(local),
                 f"backward pass of one layer, with its peak in {where}"
                 + ("; one saved value of all layers in another layout" if relaid else ""),
             ),

@@ -158,7 +158,7 @@ def _layouts(config: Config, mesh: Mesh, machine: Machine, nodes: int) -> Iterat
             on_node = min(machine.cluster.devices_per_node, layout.devices)
             if reason := refusal(layout.apply(config), layout.sizes, on_node, machine.cluster.memory_per_node_gib * 2**30):
                 continue
-            memory = memory_per_device(layout.apply(config), layout.sizes, gpu=machine.device.tensor_cores)
+            memory = memory_per_device(layout.apply(config), layout.sizes, gpu=machine.device.tensor_cores, device=machine.device)
             if least is None or memory.total_bytes < least:
                 least = memory.total_bytes
             if memory.total_bytes <= capacity:

@@ -193,7 +193,7 @@ def step_parts(
       memory: `memory_per_device` of the same config and mesh, from which the overlap follows; None: it is computed.
     """
     local = LocalSizes.of(config, sizes)
-    memory = memory or memory_per_device(config, sizes, gpu=machine.device.tensor_cores)
+    memory = memory or memory_per_device(config, sizes, gpu=machine.device.tensor_cores, device=machine.device)
     repeats = config.trainer.accumulation
     # Bubble included: in a tick without a unit a stage computes nothing of use, and takes as long.
     ticks = local.schedule.forward_ticks / local.schedule.chunks

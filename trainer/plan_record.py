@@ -68,7 +68,7 @@ def build_plan(
     run_dir: Path, config: Config, mesh: Mapping[str, int], sizes: Any, found: Sequence[Collective], *, device_kind: str, gpu: bool
 ) -> PlanRecord:
     """Return the contents of plan.json. `sizes`: memory analysis of the step; `found`: its collectives; others as in `record_plan`."""
-    estimate = memory_per_device(config, mesh, gpu=gpu)
+    estimate = memory_per_device(config, mesh, gpu=gpu, device=find_hardware(device_kind))
     traffic = compare_traffic(config, mesh, found, gpu=gpu)
     return PlanRecord(
         mesh=dict(mesh),

@@ -153,9 +153,9 @@ def _config_memory(
 
     resolved, site, sizes = _place(config, overrides, devices, cluster, nodes)
     device = None if site is None else hardware(site.device)
-    need = memory_per_device(resolved, sizes, gpu=device is None or device.tensor_cores)
+    need = memory_per_device(resolved, sizes, gpu=device is None or device.tensor_cores, device=device)
     capacity = None if site is None or device is None else int(device.memory_bytes * site.utilisation_cap)
-    components, symbols = memory_formulas(resolved, sizes, gpu=device is None or device.tensor_cores)
+    components, symbols = memory_formulas(resolved, sizes, gpu=device is None or device.tensor_cores, device=device)
     results = [
         Result("per_device_bytes", need.total_bytes, "bytes", "sum of the components at peak memory", "planner/memory.py"),
         *formula_results(components),
@@ -217,7 +217,8 @@ def step(
     factors = load_calibration(calibration, software)
     found = step_time(resolved, sizes, site, factors)
     device = hardware(site.device)
-    need, capacity = memory_per_device(resolved, sizes, gpu=device.tensor_cores), int(device.memory_bytes * site.utilisation_cap)
+    need = memory_per_device(resolved, sizes, gpu=device.tensor_cores, device=device)
+    capacity = int(device.memory_bytes * site.utilisation_cap)
     if need.total_bytes > capacity:
         click.echo(
             f"WARNING: this layout does not fit: it needs {need.total_bytes / 1e9:.1f} GB of the {capacity / 1e9:.1f} GB that a run may use"

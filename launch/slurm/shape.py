@@ -79,7 +79,8 @@ def memory_shortage(config: Config, cluster: ClusterConfig) -> str | None:
         return None
     try:
         check_plannable(config)
-        device, need = hardware(cluster.device), memory_per_device(config, config.mesh.sizes).total_bytes
+        device = hardware(cluster.device)
+        need = memory_per_device(config, config.mesh.sizes, device=device).total_bytes
     except UserError:
         return None
     usable = int(device.memory_bytes * cluster.utilisation_cap)

@@ -1,8 +1,8 @@
 """Compile rows of the tables of compiled steps again: `python tests/planner/compile_table.py TABLE.json [--having TEXT]`.
 
-Rows (config, overrides, mesh) whose text holds TEXT, all without it, are compiled for H100s (block-scaled matmuls: GB200s) on this machine
-and written back with what came out; add a row with these three keys to have it measured, and `"heap_at": {}`
-for its heap at the points of the plan. A row takes 5 to 30 s.
+Rows (config, overrides, mesh) whose text holds TEXT, all without it, are compiled for H100s (block-scaled matmuls: GB200s; a row with the
+key cluster: for the GPUs of that) on this machine and written back with what came out; add a row with these keys to have it measured, and
+`"heap_at": {}` for its heap at the points of the plan. A row takes 5 to 30 s.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def resolved(case: dict[str, Any]) -> Config:
 def request(case: dict[str, Any], how: str) -> Request:
     """Return what to compile, with the flags that the table says."""
     devices, config = math.prod(case["mesh"].values()), resolved(case)
-    name = BLOCK_SCALED_CLUSTER if config.precision.block_scaled else CLUSTER
+    name = case.get("cluster", BLOCK_SCALED_CLUSTER if config.precision.block_scaled else CLUSTER)
     cluster = load_cluster(name).config.model_copy(update={"devices_per_node": min(devices, DEVICES_PER_NODE), "nodes": None})
     nodes = -(-devices // DEVICES_PER_NODE)
     if "flags of a run" in how:
@@ -66,7 +66,7 @@ def measured(case: dict[str, Any], compiled: Compiled) -> dict[str, Any]:
         heap = read_heap(compiled.buffers_text or "", compiled.live_ranges_text or "")
         heap_at = {"heap_at": {point: heap.live[position] for point, position in heap.peaks(module).items()}}
     return {
-        **{key: case[key] for key in ("config", "overrides", "mesh")},
+        **{key: case[key] for key in ("config", "overrides", "mesh", "cluster") if key in case},
         **{name: getattr(compiled, name) for name in SIZES},
         **heap_at,
         "collectives": rows,

@@ -130,6 +130,11 @@ def test_float32_matmuls_run_in_tf32_by_default():
     assert matmul_dtype("bfloat16", "highest") == "bfloat16"
 
 
+def test_gpus_add_bfloat16_from_hopper_on():
+    assert {device.generation for device in catalog() if not device.adds_bfloat16} == {"ampere"}
+    assert hardware("h100-sxm").adds_bfloat16 and hardware("b200").adds_bfloat16
+
+
 def test_block_scaled_products_are_planned_only_where_there_are_kernels():
     check_block_scaled(hardware("b200"), "mxfp8")
     with pytest.raises(

@@ -16,6 +16,7 @@ from ridgeline.configs.rules import check_config, check_devices
 from ridgeline.configs.schema import OptimizerConfig, RematConfig
 from ridgeline.planner.advice import alternatives, bottleneck, stages_sentence
 from ridgeline.planner.calculators.pipeline_schedule import pipeline_estimate
+from ridgeline.planner.hardware import hardware
 from ridgeline.planner.layouts import Layout, accumulations, meshes, remat_choices
 from ridgeline.planner.memory import memory_per_device
 from ridgeline.planner.overlap import ETA
@@ -151,6 +152,17 @@ def test_pruning_finds_what_an_exhaustive_search_finds():
                 if memory.total_bytes <= capacity_bytes(machine):
                     quickest = min(quickest, evaluate(model, layout, memory, machine, TOKENS, 2).step.step_s)
     assert best(made, model, nodes=2).step.step_s == pytest.approx(quickest)
+
+
+def test_layouts_are_planned_with_the_memory_of_the_clusters_gpu():
+    """XLA builds other programs for A100 than for H100."""
+    model, made = load("models/olmo2-1b", ["data.batch_size=512", "data.document_masking=false"]).config, load_cluster("dgx-a100").config
+    found = best(made, model, nodes=1)
+    on_a100, on_h100 = (
+        memory_per_device(found.layout.apply(model), found.layout.sizes, device=hardware(name)) for name in (made.device, "h100-sxm")
+    )
+    assert found.layout.accumulation > 1
+    assert found.memory == on_a100 and on_a100.total_bytes > on_h100.total_bytes
 
 
 def test_the_configs_own_recomputation_is_tried_too():

@@ -103,6 +103,7 @@ def build_report(request: Request, cluster: ClusterConfig, compiled: Compiled, c
         compiled.mesh,
         overlap=request.optimization_level not in (None, "O0"),
         combined=any("combine_threshold" in flag for flag in request.xla_flags),
+        device=device,
     )
     traffic = compare_traffic(config, compiled.mesh, found)
     dtype = matmul_dtype(config.precision.compute, config.compute.matmul_precision)
@@ -159,7 +160,7 @@ def smallest_change(request: Request, cluster: ClusterConfig, report: Report) ->
     from ridgeline.planner.config_changes import fitting_changes
 
     correction = report.compiled.allocated_bytes - report.estimate.compiled_bytes
-    return fitting_changes(request.config, report.compiled.mesh, report.capacity_bytes - correction)
+    return fitting_changes(request.config, report.compiled.mesh, report.capacity_bytes - correction, request.device)
 
 
 def report_json(report: Report) -> dict[str, Any]:
