@@ -25,7 +25,7 @@ from ridgeline.planner.activations import (
 from ridgeline.planner.layer_peak import FROM_BLOCK_INPUTS, SLOTS_IN_FLIGHT, STREAMS_IN_FLIGHT, LayerPeak
 from ridgeline.planner.live_buffers import DELAYED
 from ridgeline.planner.local import muon_layers
-from ridgeline.planner.optimizer_state import optimizer_state
+from ridgeline.planner.optimizer_state import TENSOR, optimizer_state
 from ridgeline.planner.parameters import matmul_weights
 from ridgeline.planner.recompute import recomputed
 
@@ -513,23 +513,72 @@ class StepMemory(LayerPeak):
             # those of experts, whose gradients are scattered along their first dim, have the parameters' layout
             of_mlp = 2 * local.mlp_matrices if local.model.moe is None else 0
             copies += 4 * (of_mlp + local.model.num_layers * local.out_matrix) // local.of_state.fsdp
-        gathered, moments = 0, 0
-        if self.overlap and local.of_state.fsdp > local.fsdp and local.config.optimizer.kind == "adamw":
-            # mesh.zero_stage=2: all gathers start while old parameters are still needed. Those of sgd, lion and adafactor start when these
-            # are not, and write into their buffers.
-            gathered = local.trained * local.parameter_itemsize
-            if local.parameter_itemsize < 4 and not local.adapted and not local.config.optimizer.offload:
-                of_gates = (2 if local.model.gated_mlp else 1) * local.mlp_matrices // local.of_state.fsdp
-                moments = optimizer_state(local.of_state)[0] * of_gates // local.of_state.trained
+        gathered = 0
+        if self.overlap and local.of_state.fsdp > local.fsdp and (local.adapted or local.config.optimizer.offload):
+            if local.config.optimizer.kind == "adamw":
+                gathered = local.trained * local.parameter_itemsize
+        elif self.overlap and local.of_state.fsdp > local.fsdp:
+            return self.gathers_update()
         return {
             "gradients": Component(
                 local.of_state.trained * (local.gradient_itemsize if self.in_loop else self.stack_itemsize),
                 f"all, {local.config.precision.gradients if self.in_loop else local.config.precision.params}",
             ),
             "parameter_copies": Component(
-                copies + gathered + moments,
+                copies + gathered,
                 "transposes between the layouts of gradients and parameters"
-                + ("; updated parameters, gathered over data" if gathered else "")
+                + ("; updated parameters, gathered over data" if gathered else ""),
+            ),
+        }
+
+    def gathers_update(self) -> Components:
+        """Return what is live at the end of the update with mesh.zero_stage=2, where updated parameters are gathered over data.
+
+        XLA gathers leading dims only. The unembedding is gathered into its place; every other parameter into a buffer of its own, from
+        where it is transposed into its place. The scheduler puts all transposes after the last gather: all these buffers are live then.
+        With the collectives of a run over fsdp or tensor, several gathers are in flight, and what they read waits with them; else that of
+        the unembedding alone.
+
+        * AdamW, Lion and SGD: kernels compute a stack's parameters and moments together. New moments of the gates cannot be written in
+          place there, as the kernel transposes: those of one stack are live when the last gather starts; of two where parameters have 16
+          bits.
+        * Lion and SGD: the new moments of MLP down and attention out are computed last. Their gradients wait for it, and the embedding's
+          moment in the gradient's layout. So with AdamW and parameters of 16 bits (both moments of the embedding).
+        * Adafactor needs means of each parameter before it is updated, so that the updates follow each other as the gathers do. The
+          embedding is gathered into the place of the old MLP down, which has been updated, where several gathers are in flight.
+        * With parameters of 16 bits one kernel updates both gates. One of them is gathered into the place of the other's old values then,
+          and with Adafactor MLP down too (heaps of Llama 3.1 8B with Lion and Mistral Nemo 12B with Adafactor, data=8).
+        """
+        local, state, kind = self.local, self.local.of_state, self.local.config.optimizer.kind
+        size, table = local.parameter_itemsize, 4 * local.table // state.fsdp
+        several = self.combined and local.fsdp * local.tensor > 1
+        in_place = 0 if local.model.tie_embeddings else local.table // local.fsdp
+        gathered = (local.trained - in_place) * size
+        of_mlp = (3 if local.model.gated_mlp else 2) * local.mlp_matrices // state.fsdp
+        moments = optimizer_state(state)[0] * local.mlp_matrices // state.fsdp // state.trained
+        itemsize = local.gradient_itemsize if self.in_loop else self.stack_itemsize
+        shards, copies = state.trained * itemsize, 2 * table
+        if size < 4 and local.model.gated_mlp and not several:
+            gathered -= (2 if kind == "adafactor" else 1) * local.mlp_matrices // local.fsdp * size
+        if kind == "adafactor":
+            gathered -= in_place * size if several else 0
+            shards, moments = of_mlp * size if several else 0, 0
+        elif not several:
+            late = kind != "adamw" or size < 4
+            shards = local.all_turned_matrices // state.fsdp * itemsize if late else 0
+            copies += ((2 if kind == "adamw" else 1) * table) if late else 0
+            moments *= 2 if kind == "adamw" and size < 4 and local.model.gated_mlp else 1
+        elif kind == "adamw":
+            # within a node gathers are short: the new moments are copied into their place while earlier ones are in flight
+            moments *= int(local.devices > TENSOR) if size == 4 else 2 if local.model.gated_mlp else 1
+            gathered += in_place * size if size < 4 else 0  # as close as known to the heap of Qwen2.5 32B (data=2, tensor=8)
+        else:
+            moments = 0
+        return {
+            "gradients": Component(shards, "gradients that the update still reads, and updated parameters that are gathered"),
+            "parameter_copies": Component(
+                copies + gathered + moments,
+                "transposes between the layouts of gradients and parameters; updated parameters, gathered over data"
                 + ("; new moments of MLP gate and up, which one kernel computes" if moments else ""),
             ),
         }

@@ -516,8 +516,11 @@ CLOSE = {
     ("models/qwen2.5-32b", "none"): {"loss": 0.012, START: 0.012, BACKWARD: 0.015},
     ("models/qwen3-8b", "attention-only"): {START: 0.035},
     ("models/llama-3.1-8b", "attention-only", 1024): {BACKWARD: 0.018, LAST: 0.012, WHOLE: 0.015},
+    ("models/llama-3.1-8b", "full", 1024): {"optimizer": 0.035, WHOLE: 0.025},
     ("models/qwen2.5-32b", "full"): {LAST: 0.012, WHOLE: 0.012},
     ("models/qwen3-14b", "full"): {LAST: 0.012, WHOLE: 0.012},
+    ("models/qwen3-14b", "full", "tensor"): {"optimizer": 0.02, WHOLE: 0.02},
+    ("models/qwen2.5-7b", "full"): {"optimizer": 0.012, WHOLE: 0.012},
     ("models/llama-3.1-70b", "names"): {START: 0.012, BACKWARD: 0.045, WHOLE: 0.015},
     ("models/gpt-oss-20b", "dots"): {START: 0.035, BACKWARD: 0.03},
     ("models/gpt-oss-20b", "full", 1024): {START: 0.012, WHOLE: 0.012},
@@ -578,6 +581,7 @@ CLOSE = {
     ("models/olmo2-7b", "offload", "dgx-a100"): {START: 0.02, BACKWARD: 0.025, LAST: 0.03, WHOLE: 0.02},
     ("models/olmo2-13b", "offload", "dgx-a100"): {START: 0.04, BACKWARD: 0.055, LAST: 0.04, WHOLE: 0.012},
     ("models/qwen2.5-1.5b", "full"): {START: 0.05, WHOLE: 0.025},
+    ("models/qwen3-8b", "full", "tensor"): {"optimizer": 0.012, WHOLE: 0.012},
     ("models/qwen3-8b", "none", "tensor"): {START: 0.015, BACKWARD: 0.025, WHOLE: 0.035},
 }
 """Model and policy, and where several have both the length of the rows or a mesh with tensor -> points whose sum of components is planned
