@@ -24,9 +24,11 @@ DELAYED = 2
 """Layers of experts, or with block-scaled matmuls, whose weight gradients are computed together at the start of the backward pass."""
 
 
-BITS_BEFORE_UPDATE = 2**29
-"""Bytes of the random bits of one stack of the MLP's matrices from which they are computed before the microbatches (heaps: 283 MB and less
-are not, 566 MB and more are)."""
+EARLY_BITS = 3 * 2**27
+"""Bytes of the random bits of one stack of the MLP's matrices from which updates of 8-bit moments begin before the loop of microbatches.
+
+Bounds from heaps of Qwen2.5 32B: none of it is early at 283 MB, the bits of one stack and moments at 425 MB, those of all from 566 MB.
+"""
 
 
 @dataclass(frozen=True)
@@ -129,19 +131,19 @@ class LiveBuffers:
         return self._transposed() + self.early_update()
 
     def early_update(self) -> int:
-        """Return the bytes of what the update of 8-bit moments computes before the loop of microbatches, with parameters gathered over data.
+        """Return the bytes of what the update of 8-bit moments computes before the loop of microbatches where parameters are gathered.
 
-        With mesh.zero_stage=2 over fsdp the update works in the layout of that gather, whose leading dim is the width. Large stacks of the
-        MLP's matrices get their random bits from one kernel of its own there, and the codes of MLP down's moments are transposed and
-        converted first: float32 of both, and the code of the second once more for the pass after the scales are known. All this
-        reads only the state and the step's key. The scheduler works from the end of the step, where it prefers what depends on a
-        collective: the rest comes last, which is before the loop. Smaller stacks get their bits in the kernel that encodes MLP down, which
-        needs gradients.
+        With mesh.zero_stage=2 over fsdp the update works in the layout of the gather over data, whose leading dim is the width. There
+        kernels of their own compute the random bits of large stacks of the MLP's matrices, and transpose and convert the codes of MLP
+        down's moments: float32 of both, and the code of the second once more for the pass after the scales are known. All this reads only
+        the state and the step's key. The scheduler works from the end of the step: such kernels hide the all-reduce of the gradient's
+        norm, beside norms of single stacks, until its latency is covered. What is left depends on no collective and comes last, which
+        is before the loop. Of small stacks nothing is left.
         """
         local, state = self.local, self.local.of_state
         gathers = self.overlap and self.in_loop and state.fsdp > local.fsdp > 1 and not local.adapted and local.model.moe is None
         stack = local.mlp_matrices // state.fsdp
-        if not gathers or local.config.precision.moments != "int8" or 4 * stack < BITS_BEFORE_UPDATE:
+        if not gathers or local.config.precision.moments != "int8" or 4 * stack < EARLY_BITS:
             return 0
         return (3 if local.model.gated_mlp else 2) * 4 * stack + (2 * 4 + 1) * stack
 
