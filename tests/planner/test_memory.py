@@ -582,6 +582,8 @@ CLOSE = {
     ("models/olmo2-13b", "offload", "dgx-a100"): {START: 0.04, BACKWARD: 0.055, LAST: 0.04, WHOLE: 0.012},
     ("models/qwen2.5-1.5b", "full"): {START: 0.05, WHOLE: 0.025},
     ("models/qwen3-8b", "full", "tensor"): {"optimizer": 0.012, WHOLE: 0.012},
+    ("models/qwen2.5-32b", "names"): {START: 0.012, BACKWARD: 0.025, WHOLE: 0.012},
+    ("models/llama-2-13b", "full"): {START: 0.03, BACKWARD: 0.02, WHOLE: 0.012},
     ("models/qwen3-8b", "none", "tensor"): {START: 0.015, BACKWARD: 0.025, WHOLE: 0.035},
 }
 """Model and policy, and where several have both the length of the rows or a mesh with tensor -> points whose sum of components is planned
