@@ -159,10 +159,10 @@ class StepMemory(LayerPeak):
 
     @property
     def copies_in_loss(self) -> bool:
-        """Whether the stack of block inputs is copied before the loss, and the last layer's gate is computed again there.
+        """Whether the stack of block inputs may be copied before the loss, and the last layer's gate be computed again there.
 
-        So where a ring over tensor is one hop and everything is recomputed in a loop of microbatches (heaps of Qwen3 1.7B and Llama 3.1 8B,
-        tensor=2; not so in that of Qwen3 1.7B, tensor=4).
+        So in two heaps of three where a ring over tensor is one hop and everything is recomputed in a loop of microbatches: Qwen3 1.7B and
+        Llama 3.1 8B, not Qwen3 8B; which size decides is not known. Not in that of Qwen3 1.7B with tensor=4.
         """
         one_hop = self.local.tensor == 2 and self.in_loop
         return self.ring_recomputes and one_hop and self.local.config.compute.remat.policy == "full"
