@@ -88,10 +88,12 @@ class LayerPeak(LiveBuffers):
         delayed = together * self.turn.before_weight_gradients() // self.turn.layers
         matrices = 2 * local.mlp_matrix * local.matrix_itemsize
         at_mlp += self._reads_hidden_from_host
+        ring = self._mlp_in_ring(at_start=at_start)
         points = (
+            *([("its MLP", *ring, matrices, down, mask)] if ring else []),
             *(
                 ("its MLP", hidden_and_rows + quantized + of_experts, self._streams_in_mlp(streams), matrices, down, mask)
-                for hidden_and_rows in self._hidden_and_rows(at_mlp)
+                for hidden_and_rows in ([] if ring else self._hidden_and_rows(at_mlp))
             ),
             ("its attention", min(3, early) * hidden, 6 * stream, 0, 0, attention),
             # attention may run before the gradients of the MLP's weights
@@ -103,6 +105,48 @@ class LayerPeak(LiveBuffers):
             *self._experts_after_others(mask),
         )
         return max(points, key=lambda point: sum(point[1:]))
+
+    @property
+    def ring_recomputes(self) -> bool:
+        """Whether the MLPs of dense layers, of one kind and sharded over fsdp, are recomputed from inputs that pass a ring over tensor."""
+        local, compute = self.local, self.local.config.compute
+        ring = local.tensor > 1 and compute.tensor_overlap == "ring" and local.fsdp > 1 and local.context * local.pipeline == 1
+        one_kind = local.model.moe is None and local.model.layer_period == 1 and not local.latent_bytes
+        return self.overlap and ring and one_kind and (compute.remat.policy == "full" or offloads_inputs(local))
+
+    def ring_zeros(self) -> int:
+        """Return the size of the zeros that the gathered matmuls of a ring over tensor write their pieces into.
+
+        JAX takes them out of the loop over layers, as they depend on nothing, one array for each shape; XLA then copies that of the queries
+        ahead of its use. They are live through the forward and backward passes of all layers, and in the loss.
+        """
+        local = self.local
+        keys = local.key_bytes if local.key_bytes != local.query_bytes else 0
+        return local.hidden_bytes + 2 * local.query_bytes + keys if self.ring_recomputes else 0
+
+    def _mlp_in_ring(self, *, at_start: bool) -> tuple[int, int] | None:
+        """Return the sizes of hidden activations and of the rest in the MLP of a layer whose inputs pass a ring; None: no such layer.
+
+        Gate, up and the gradient of the input of down stay pieces, one for each device of tensor: one kernel reads them, with the zeros,
+        and writes the input of down and the gradients of gate and up. At the start, gathered are then the inputs of attention and MLP and
+        the gradient of its result; or the pieces are gone, and the gradient of the MLP's input passes the ring. In the loop, as many hidden
+        activations are there when the gradients of gate and up are cut for their ring, and the next attention's input is gathered too.
+        (Heaps of Qwen3 1.7B, Llama 3.1 8B and OLMo 2 7B.)
+        """
+        local = self.local
+        if not self.ring_recomputes:
+            return None
+        pieces, gates = local.hidden_bytes, 2 if local.model.gated_mlp else 1
+        attention = local.query_bytes + local.context_bytes + local.key_bytes + local.value_bytes
+        attention += local.query_bytes + local.key_bytes if local.model.qk_norm else 0
+        attention += self.ring_zeros() - local.hidden_bytes
+        # `backward` adds one stream in float32, which is two sharded ones
+        attention -= 4 * local.tokens * local.model.embed_dim // local.tensor
+        stream, cut = local.stream_bytes, local.cut_stream_bytes
+        in_kernel = (2 * (gates + 1) + 1) * pieces
+        if not at_start:
+            return in_kernel, 4 * stream + 4 * cut + attention
+        return max((in_kernel, 3 * stream + cut + attention), ((gates + 2) * pieces, 4 * stream + 6 * cut + attention), key=sum)
 
     @property
     def _reads_hidden_from_host(self) -> bool:

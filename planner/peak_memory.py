@@ -119,7 +119,9 @@ class StepMemory(LayerPeak):
             early = self.turn.layers * early + (2 if local.model.gated_mlp else 1) * local.hidden_bytes
         elif recomputes_early and self.combined and recomputed(local.model, local.config.compute.remat).mlp_update:
             early += (2 if local.model.gated_mlp else 1) * local.hidden_bytes
-        early += self.turn.not_stacked(self.saved.bytes)
+        early += self.turn.not_stacked(self.saved.bytes) + self.ring_zeros()
+        if self.copies_in_loss:
+            early += relaid_bytes(local, self.backend, self.overlap, self.combined) + local.hidden_bytes
         if self.turn.layers > 1 or self.turn.in_order:
             early += self.turn.of_offload_in_loss(one_chunk) if policy == "offload" else 0
         # Of frozen layers XLA gathers two turns early: no gradients wait for their reduction meanwhile.
@@ -154,6 +156,16 @@ class StepMemory(LayerPeak):
                 + ("" if local.adapted else " and its unsharded float32 gradient"),
             ),
         }
+
+    @property
+    def copies_in_loss(self) -> bool:
+        """Whether the stack of block inputs may be copied before the loss, and the last layer's gate be computed again there.
+
+        So in two heaps of three where a ring over tensor is one hop and everything is recomputed in a loop of microbatches: Qwen3 1.7B and
+        Llama 3.1 8B, not Qwen3 8B; which size decides is not known. Not in that of Qwen3 1.7B with tensor=4.
+        """
+        one_hop = self.local.tensor == 2 and self.in_loop
+        return self.ring_recomputes and one_hop and self.local.config.compute.remat.policy == "full"
 
     def start_of_backward(self) -> Components:
         """Return what is live in the backward pass of the last layer, which comes first, while XLA copies a stack that it kept.
