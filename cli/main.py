@@ -21,7 +21,6 @@ from ridgeline.cli.fitted import fit_stdout, fitted
 from ridgeline.configs.errors import UserError, nearest, printable
 from ridgeline.launch.cuda_plugin import hide_unusable_cuda_plugin
 from ridgeline.launch.exit_codes import DONE, INTERRUPTED, PREEMPTED, USAGE
-from ridgeline.launch.xla_flags import check_supported
 
 LOADING = 50_000
 """Objects between two collections of garbage. The modules that train make 220,000 objects that stay; with Python's default of 700
@@ -196,7 +195,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 def run(arguments: Sequence[str]) -> int:
     """Run `ridge` with these arguments and return the exit code (see launch/exit_codes.py)."""
     try:
-        check_supported(os.environ.get("XLA_FLAGS", ""), unknown_too=not set(arguments[:1]) & CHOOSING_FLAGS)
+        if flags := os.environ.get("XLA_FLAGS"):
+            from ridgeline.launch.xla_flags import check_supported  # a third of the time of a start
+
+            check_supported(flags, unknown_too=not set(arguments[:1]) & CHOOSING_FLAGS)
         result = ridge.main(list(arguments), prog_name="ridge", standalone_mode=False)
         sys.stdout.flush()
         return result if isinstance(result, int) else DONE

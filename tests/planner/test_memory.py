@@ -550,6 +550,8 @@ CLOSE = {
     ("models/llama-3.1-8b", "none", 2048): {START: 0.012, BACKWARD: 0.012, WHOLE: 0.015},
     ("models/qwen3-8b", "names"): {START: 0.03, BACKWARD: 0.02, WHOLE: 0.012},
     ("models/qwen3-1.7b", "offload"): {"loss": 0.02, START: 0.012, BACKWARD: 0.012, "last layer of the backward pass": 0.012, WHOLE: 0.012},
+    ("models/qwen3-1.7b", "full"): {"loss": 0.018, START: 0.012, BACKWARD: 0.035, WHOLE: 0.03},
+    ("models/olmo2-7b", "offload"): {BACKWARD: 0.05, WHOLE: 0.015},
     ("models/llama-3.1-8b", "names", 16384): {"loss": 0.02, START: 0.012, BACKWARD: 0.012, WHOLE: 0.012},
     ("models/phi4-14b", "names"): {START: 0.012, BACKWARD: 0.035, WHOLE: 0.015},
     ("models/gemma3-4b", "names", "tensor"): {"loss": 0.03, START: 0.018, BACKWARD: 0.012, WHOLE: 0.012},
