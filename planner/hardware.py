@@ -16,8 +16,8 @@ from ruamel.yaml import YAML
 from ridgeline.configs.errors import UserError, unknown_name
 
 CATALOG = Path(__file__).with_name("hardware.yaml")
-HOPPER = (9, 0)
-"""Compute capability of the first GPUs with arithmetic in bfloat16."""
+HOPPER, BLACKWELL = (9, 0), (10, 0)
+"""Compute capabilities of their first GPUs."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,21 @@ class CompileTarget:
     """float32 units of one streaming multiprocessor."""
     shared_memory_per_core: int
     """Bytes of shared memory of one streaming multiprocessor."""
+
+
+@dataclass(frozen=True)
+class GpuProgram:
+    """In what the programs that XLA builds for two GPUs differ, where it decides about memory. Defaults: as for Hopper."""
+
+    adds_bfloat16: bool = True
+    """XLA adds and multiplies bfloat16 values as such: from Hopper on. Before, it computes in float32 and rounds each result
+    (xla/service/gpu/gpu_float_support.cc)."""
+    transposes_float8: bool = True
+    """cuBLASLt multiplies float8 arrays only where the summed dim is the last one of both, so that others are transposed first: before
+    Blackwell (cuBLAS documentation, cublasLtMatmul: FP8 on devices of compute capability 8.9 and 9.0)."""
+    measured_matmuls: bool = True
+    """XLA has measured times of matmuls for the device, and its latency-hiding scheduler counts with them and with times of collectives.
+    For others it counts with constants (jaxlib 0.10.2: tables for sm_90 and the B200; xla/service/gpu/model/sol_latency_estimator.cc)."""
 
 
 @dataclass(frozen=True)
@@ -83,10 +98,16 @@ class Hardware:
         return not self.kinds
 
     @property
-    def adds_bfloat16(self) -> bool:
-        """Whether XLA adds and multiplies bfloat16 values as such: from Hopper on. Before, it computes in float32 and rounds each result
-        (xla/service/gpu/gpu_float_support.cc). True for devices that it does not compile for without being present."""
-        return self.target is None or self.target.compute_capability >= HOPPER
+    def program(self) -> GpuProgram:
+        """What is particular to the programs that XLA builds for this device; as for Hopper where it cannot be compiled for."""
+        if self.target is None:
+            return GpuProgram()
+        capability = self.target.compute_capability
+        return GpuProgram(
+            adds_bfloat16=capability >= HOPPER,
+            transposes_float8=capability < BLACKWELL,
+            measured_matmuls=capability == HOPPER or self.name == "b200",
+        )
 
 
 @functools.cache

@@ -5,12 +5,13 @@ Sizes are bytes of one device; legend and points: planner/peak_memory.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from ridgeline.configs.remat import zeroes_embedding_early
 from ridgeline.planner import block_scaled
 from ridgeline.planner.activations import Component
+from ridgeline.planner.hardware import GpuProgram
 from ridgeline.planner.local import LocalSizes
 from ridgeline.planner.optimizer_state import expert_scales
 from ridgeline.planner.recompute import recomputed, waiting
@@ -54,8 +55,8 @@ class LiveBuffers:
     """Collectives are combined, and several run at once, as in a run (launch/environment.py)."""
     saved: Component
     """Activations kept from the forward to the backward pass."""
-    adds_bfloat16: bool = True
-    """XLA adds and multiplies bfloat16 values as such (planner/hardware.py)."""
+    program: GpuProgram = field(default_factory=GpuProgram)
+    """What is particular to the device's programs."""
 
     @cached_property
     def turn(self) -> Turn:
@@ -301,7 +302,7 @@ class LiveBuffers:
         """
         local, model = self.local, self.local.model
         alike = model.moe is None and model.layer_period == 1 and not local.adapted and not local.latent_bytes and local.pipeline == 1
-        rounds = self.adds_bfloat16 or local.compute_itemsize == 4
+        rounds = self.program.adds_bfloat16 or local.compute_itemsize == 4
         if rounds or not (self.overlap and self.in_loop and alike) or local.tensor > 1:
             return 0
         waits = at_start if model.norm_position == "pre" else model.norm_position == "post"

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from ridgeline.configs.schema import Config
 from ridgeline.planner.activations import Component, units_in_flight
-from ridgeline.planner.hardware import Hardware
+from ridgeline.planner.hardware import GpuProgram, Hardware
 from ridgeline.planner.local import LocalSizes, parameter_bytes
 from ridgeline.planner.optimizer_state import ON_DEVICE, optimizer_state, streamed_state_bytes
 from ridgeline.planner.peak_memory import StepMemory
@@ -127,10 +127,8 @@ def memory_of(
     """As `memory_per_device`, from the sizes on one device."""
     state = _state(local, sizes, gpu)
     backend = local.attention_backend(gpu=gpu)
-    adds_bfloat16 = device is None or device.adds_bfloat16
-    points = StepMemory(
-        local, backend, overlap and gpu, overlap and gpu and combined, units_in_flight(local, backend), adds_bfloat16
-    ).points()
+    program = GpuProgram() if device is None else device.program
+    points = StepMemory(local, backend, overlap and gpu, overlap and gpu and combined, units_in_flight(local, backend), program).points()
     if gpu and local.config.optimizer.offload:
         points["optimizer"] = points["optimizer"] | {STREAMED: _streamed(local)}
     totals = {name: sum(part.bytes for part in parts.values()) for name, parts in points.items()}

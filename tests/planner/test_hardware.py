@@ -5,7 +5,7 @@ import re
 import pytest
 
 from ridgeline.configs.errors import UserError
-from ridgeline.planner.hardware import catalog, check_block_scaled, find_hardware, hardware, matmul_dtype, peak_flops
+from ridgeline.planner.hardware import GpuProgram, catalog, check_block_scaled, find_hardware, hardware, matmul_dtype, peak_flops
 
 
 @pytest.mark.parametrize(
@@ -130,9 +130,15 @@ def test_float32_matmuls_run_in_tf32_by_default():
     assert matmul_dtype("bfloat16", "highest") == "bfloat16"
 
 
-def test_gpus_add_bfloat16_from_hopper_on():
-    assert {device.generation for device in catalog() if not device.adds_bfloat16} == {"ampere"}
-    assert hardware("h100-sxm").adds_bfloat16 and hardware("b200").adds_bfloat16
+def test_programs_differ_between_generations():
+    assert {device.generation for device in catalog() if not device.program.adds_bfloat16} == {"ampere"}
+    assert {device.generation for device in catalog() if not device.program.transposes_float8} == {"blackwell"}
+    assert hardware("h100-sxm").program == hardware("mi300x").program == GpuProgram()
+
+
+def test_xla_has_measured_matmuls_for_hopper_and_the_b200():
+    measured = {device.name for device in catalog() if device.target and device.program.measured_matmuls}
+    assert measured == {device.name for device in catalog() if device.generation == "hopper"} | {"b200"}
 
 
 def test_block_scaled_products_are_planned_only_where_there_are_kernels():

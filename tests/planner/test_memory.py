@@ -27,7 +27,7 @@ from ridgeline.configs.schema import (
 from ridgeline.planner.activations import units_in_flight
 from ridgeline.planner.calibration import load_calibration
 from ridgeline.planner.collectives.planned import StepSizes
-from ridgeline.planner.hardware import hardware
+from ridgeline.planner.hardware import GpuProgram, hardware
 from ridgeline.planner.host_memory import offloaded_per_device, refusal
 from ridgeline.planner.local import LocalSizes, attention_backend
 from ridgeline.planner.memory import memory_per_device
@@ -93,8 +93,10 @@ def estimated(case):
 
 
 def device_of(case):
-    """The GPU that a step was compiled for; None: H100 or later, for which XLA builds the same programs."""
-    return hardware(load_cluster(case["cluster"]).config.device) if "cluster" in case else None
+    """The GPU that a step was compiled for (compile_table.py); None: H100."""
+    if "cluster" in case:
+        return hardware(load_cluster(case["cluster"]).config.device)
+    return hardware("gb200") if any(value in override for value in ("mxfp8", "nvfp4") for override in case["overrides"]) else None
 
 
 def relative_error(case):
@@ -607,8 +609,8 @@ def test_the_components_at_a_point_sum_to_the_heap_there():
         local = LocalSizes.of(resolved, dict.fromkeys(MESH_AXES, 1) | case["mesh"])
         backend = local.attention_backend()
         device = device_of(case)
-        adds_bfloat16 = device is None or device.adds_bfloat16
-        planned = StepMemory(local, backend, True, True, units_in_flight(local, backend), adds_bfloat16).points()
+        program = GpuProgram() if device is None else device.program
+        planned = StepMemory(local, backend, True, True, units_in_flight(local, backend), program).points()
         at_start = (planned[point] for point in AT_START if point in planned)
         planned[START] = max(at_start, key=lambda parts: sum(part.bytes for part in parts.values()))
         if LAST in planned:
