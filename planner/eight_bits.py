@@ -1,12 +1,14 @@
-"""Activations that are live in the backward pass of a layer over `tensor`, where 8-bit matmuls read them in one byte per element.
+"""Activations that are live in the backward pass of a layer where 8-bit matmuls read them in one byte per element.
 
-GPUs quantize before they gather over tensor: arrays of the whole sequence are float8, in the compute dtype are those that are sharded along
-the sequence, and hidden activations. Read from the heaps of compiled steps (GPU backend, jax 0.10.2, fp8 and fp8_delayed). Sizes are
-bytes of one device.
+Over `tensor` GPUs quantize before they gather: arrays of the whole sequence are float8, in the compute dtype are those that are sharded
+along the sequence, and hidden activations. Without tensor this module has the layers of devices that read float8 arrays in any layout; what
+is transposed for others is in planner/layer_peak.py. Read from the heaps of compiled steps (GPU backend, jax 0.10.2, fp8 and fp8_delayed).
+Sizes are bytes of one device.
 """
 
 from __future__ import annotations
 
+from ridgeline.planner.hardware import GpuProgram
 from ridgeline.planner.local import LocalSizes
 from ridgeline.planner.recompute import Recomputed
 
@@ -32,6 +34,25 @@ def in_mlp(local: LocalSizes, again: Recomputed) -> tuple[int, int]:
     hidden = (3 + len({"gate", "up"} & again.weights)) * local.hidden_bytes + 3 * one_byte(local, local.hidden_bytes)
     attention = local.query_bytes + local.context_bytes + one_byte(local, local.context_bytes) + 2 * local.key_bytes
     return hidden, 3 * one_byte(local, local.stream_bytes) + attention + local.stream_bytes * again.attention_update
+
+
+def in_mlp_any_layout(local: LocalSizes, again: Recomputed, *, waits: bool) -> tuple[int, int]:
+    """As `in_mlp`, for devices that read float8 arrays in any layout (hidden activations: `mlp_in_any_layout`).
+
+    Others: the gathered inputs of attention and MLP, which are quantized after the gather, and the gradient of the MLP's update in float8;
+    or the gradient of the MLP's input by up, in place of the other half of that. Of attention what `in_mlp` has, where it is recomputed.
+
+    waits: the layer is recomputed when the gradient of its result is there. Kept gate and up are then cut out of the stacks before the
+    kernel that reads them, in which the input of down is one result more; attention is recomputed after it.
+    """
+    kept = {"gate", "up"} - again.weights
+    if kept and waits:
+        return 6 * local.hidden_bytes, 2 * local.stream_bytes
+    hidden = max((3 + len({"gate", "up"} & again.weights)) * local.hidden_bytes, 4 * local.hidden_bytes)
+    if not again.attention_update:
+        return hidden, 3 * local.stream_bytes
+    attention = local.query_bytes + local.context_bytes + one_byte(local, local.context_bytes) + 2 * local.key_bytes
+    return hidden, 2 * local.stream_bytes + one_byte(local, local.stream_bytes) + attention
 
 
 def in_attention(local: LocalSizes) -> tuple[int, int]:
@@ -70,3 +91,51 @@ def after_mlp(local: LocalSizes, *, waits: bool) -> int:
     narrow = one_byte(local, 3 * local.hidden_bytes + 2 * local.stream_bytes + local.context_bytes)
     attention = local.query_bytes + local.context_bytes + 2 * local.key_bytes
     return narrow + (3 if waits else 6) * local.stream_bytes + attention + 4 * local.cut_stream_bytes
+
+
+def after_mlp_any_layout(local: LocalSizes, again: Recomputed) -> int:
+    """As `after_mlp`, for devices that read float8 arrays in any layout, where attention's update is kept.
+
+    Float8: the inputs of the MLP's weight gradients, the gradients of both updates, and those of queries and keys. The gradient of
+    attention's input before its reduction, attention's result, and seven streams between blocks; the gathered inputs where the MLP's is
+    multiplied again.
+    """
+    narrow = one_byte(local, 3 * local.hidden_bytes + 2 * local.stream_bytes + local.query_bytes + 2 * local.key_bytes)
+    gathered = 2 * local.stream_bytes if again.weights else 0
+    return narrow + local.stream_bytes + gathered + local.context_bytes + 7 * local.cut_stream_bytes
+
+
+def in_any_layout(local: LocalSizes, program: GpuProgram) -> bool:
+    """Return whether matmuls read float8 arrays as they are, in layers of one kind, without experts, that are not over tensor."""
+    alike = local.model.moe is None and local.model.layer_period == 1 and not local.adapted and not local.latent_bytes
+    return alike and local.tensor == 1 and local.config.precision.eight_bit and not program.transposes_float8
+
+
+def mlp_in_any_layout(local: LocalSizes, again: Recomputed, *, at_start: bool) -> tuple[int, int]:
+    """Return the sizes of hidden activations and of all others in the MLP of such a layer, less a stream in float32, which is counted with
+    the block.
+
+    Hidden: one kernel reads gate, up and the gradient of the input of down, and writes the activation of gate and the gradient of gate,
+    whose largest magnitude it finds. The next ones quantize this gradient and, from the other three, the input of down and the gradient of
+    up, with one result each. Kept gate and up are read from the stacks; then most is live in the second of these kernels.
+    Others: the gradient of the layer's result, also in float8, and the input of the MLP's norm; where gate or up is recomputed the MLP's
+    input in float8; where attention is, its input and, in both dtypes, its result, queries, keys and values.
+    Final hidden states and the gradient of their normed values are free after the layer that comes first: one kernel computes the gradients
+    of the final norm and of its scale, which is two kernels where it has to transpose. In that layer they are there, for the gradient of
+    its result, with what was kept of it, which is not in the stacks yet; and the gradient of gate is quantized first.
+    """
+    hidden, stream = local.hidden_bytes, local.stream_bytes
+    small, narrow = one_byte(local, hidden), one_byte(local, stream)
+    gates = {"gate", "up"} & again.weights
+    kept = {"gate", "up"} - again.weights
+    in_kernels = [(3 + len(gates)) * hidden, (4 * hidden - small * at_start) if kept else 0]
+    others = 2 * stream + narrow + (narrow if gates else 0)
+    if again.attention_update:
+        others += local.query_bytes + local.context_bytes + local.key_bytes + local.value_bytes + narrow
+        others += local.query_bytes + local.key_bytes if local.model.qk_norm else 0
+        others += 0 if kept else one_byte(local, local.context_bytes)
+    if at_start:
+        projections = (("query", local.query_bytes), ("key", local.key_bytes), ("value", local.value_bytes))
+        others += stream + sum(size for name, size in projections if name not in again.weights)
+        others += 0 if again.weights else 2 * stream
+    return max(in_kernels), others - 4 * local.tokens * local.model.embed_dim

@@ -45,7 +45,7 @@ class LayerPeak(LiveBuffers):
         again = recomputed(local.model, local.config.compute.remat)
         policy = local.config.compute.remat.policy
         kept = policy == "names" and local.model.moe is None and not {"gate", "up"} & again.weights
-        at_mlp = 4 if policy in FROM_BLOCK_INPUTS and not kept else 3  # kept gate and up are read from the stacks
+        at_mlp = usual = 4 if policy in FROM_BLOCK_INPUTS and not kept else 3  # kept gate and up are read from the stacks
         of_attention = [] if kept else self._attention_before_mlp_gradients(attention)
         if self.turn.layers == 1 and not self.turn.in_order and not of_attention:
             at_mlp += again.mlp_update  # the input of down, which is multiplied again for a norm of the result
@@ -60,11 +60,25 @@ class LayerPeak(LiveBuffers):
             down += (self.turn.trained_weights - local.gathered_trained_weights) * local.gradient_itemsize
         if eight_bits.applies(local):
             matrices = 2 * local.mlp_matrix * local.compute_itemsize
+            any_layout = not self.program.transposes_float8
+            in_mlp = eight_bits.in_mlp_any_layout(local, again, waits=self.waits) if any_layout else eight_bits.in_mlp(local, again)
             return max(
                 (
-                    ("its MLP", *eight_bits.in_mlp(local, again), matrices, down, mask),
+                    ("its MLP", *in_mlp, matrices, down, mask),
                     ("its attention", *eight_bits.in_attention(local), 0, 0, attention),
                     ("its end", hidden, 5 * stream, 0, waiting + more, mask),
+                ),
+                key=lambda point: sum(point[1:]),
+            )
+        if eight_bits.in_any_layout(local, self.program):
+            of_mlp, others = eight_bits.mlp_in_any_layout(local, again, at_start=at_start)
+            of_mlp += (at_mlp - usual) * hidden
+            operands, matrices = eight_bits.one_byte(local, 3 * hidden), 2 * local.mlp_matrix * local.matrix_itemsize
+            return max(
+                (
+                    ("its MLP", of_mlp, others, matrices, down, mask),
+                    ("its attention", operands, 3 * stream + 5 * local.query_bytes, 0, 0, attention),
+                    ("its end", hidden, at_end * stream, 0, waiting + more, mask),
                 ),
                 key=lambda point: sum(point[1:]),
             )

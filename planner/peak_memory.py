@@ -182,7 +182,8 @@ class StepMemory(LayerPeak, AfterLayers):
         if self.turn.in_order:
             return self._start_in_order(0 if dots else relaid)
         pieces = ring_keeps_update(local) and not narrow
-        short = again.mlp_update or self.waits if narrow else dots or pieces
+        late = narrow and not self.program.transposes_float8 and not again.attention_update
+        short = again.mlp_update or self.waits or late if narrow else dots or pieces
         if relaid and narrow and not short:
             relaid += eight_bits.while_copied(local, again)
         if not relaid or self.turn.layers > 1 or not short:
@@ -196,7 +197,9 @@ class StepMemory(LayerPeak, AfterLayers):
         after = 3 * (local.hidden_bytes + local.stream_bytes) + 5 * local.cut_stream_bytes + 2 * (local.query_bytes + local.key_bytes)
         if pieces:
             after = 3 * local.hidden_bytes + 4 * local.stream_bytes + 2 * (local.query_bytes + local.key_bytes)
-        after = relaid + (eight_bits.after_mlp(local, waits=self.waits) if narrow else after)
+        if narrow:
+            after = eight_bits.after_mlp_any_layout(local, again) if late else eight_bits.after_mlp(local, waits=self.waits)
+        after += relaid
         layer = self.backward(layers=self.turn.delayed_at_start)
         text = "after the MLP in the backward pass of one layer; one saved value of all layers in another layout"
         return layer | {"working_activations": max(layer["working_activations"], Component(after, text), key=lambda part: part.bytes)}
