@@ -111,13 +111,23 @@ def in_any_layout(local: LocalSizes, program: GpuProgram) -> bool:
     return alike and local.tensor == 1 and local.config.precision.eight_bit and not program.transposes_float8
 
 
+def separate_activation(local: LocalSizes, again: Recomputed, program: GpuProgram) -> int:
+    """Return the size of the activation of gate where it is an array of its own beside gate, up and their gradients.
+
+    With scales of earlier steps one kernel computes the gradients of gate and up and the input of down, and quantizes the last two.
+    """
+    gated = local.model.gated_mlp and "gate" in again.weights
+    own = gated and not program.repeats_activation and local.config.precision.matmul == "fp8_delayed"
+    return local.hidden_bytes if own else 0
+
+
 def mlp_in_any_layout(local: LocalSizes, again: Recomputed, *, at_start: bool) -> tuple[int, int]:
     """Return the sizes of hidden activations and of all others in the MLP of such a layer, less a stream in float32, which is counted with
     the block.
 
     Hidden: one kernel reads gate, up and the gradient of the input of down, and writes the activation of gate and the gradient of gate,
     whose largest magnitude it finds. The next ones quantize this gradient and, from the other three, the input of down and the gradient of
-    up, with one result each. Kept gate and up are read from the stacks; then most is live in the second of these kernels.
+    up, with one result each. Gate and up are read from the stacks where they are kept there; then most is live in the second of these.
     Others: the gradient of the layer's result, also in float8, and the input of the MLP's norm; where gate or up is recomputed the MLP's
     input in float8; where attention is, its input and, in both dtypes, its result, queries, keys and values.
     Final hidden states and the gradient of their normed values are free after the layer that comes first: one kernel computes the gradients
@@ -126,9 +136,10 @@ def mlp_in_any_layout(local: LocalSizes, again: Recomputed, *, at_start: bool) -
     """
     hidden, stream = local.hidden_bytes, local.stream_bytes
     small, narrow = one_byte(local, hidden), one_byte(local, stream)
+    from_host = local.config.compute.remat.offloads
     gates = {"gate", "up"} & again.weights
-    kept = {"gate", "up"} - again.weights
-    in_kernels = [(3 + len(gates)) * hidden, (4 * hidden - small * at_start) if kept else 0]
+    kept = set() if from_host else {"gate", "up"} - again.weights
+    in_kernels = [(5 - len(kept)) * hidden, (4 * hidden - small * at_start) if kept else 0]
     others = 2 * stream + narrow + (narrow if gates else 0)
     if again.attention_update:
         others += local.query_bytes + local.context_bytes + local.key_bytes + local.value_bytes + narrow
@@ -136,6 +147,6 @@ def mlp_in_any_layout(local: LocalSizes, again: Recomputed, *, at_start: bool) -
         others += 0 if kept else one_byte(local, local.context_bytes)
     if at_start:
         projections = (("query", local.query_bytes), ("key", local.key_bytes), ("value", local.value_bytes))
-        others += stream + sum(size for name, size in projections if name not in again.weights)
+        others += stream + sum(size for name, size in projections if name not in again.weights and not from_host)
         others += 0 if again.weights else 2 * stream
     return max(in_kernels), others - 4 * local.tokens * local.model.embed_dim

@@ -19,6 +19,9 @@ CATALOG = Path(__file__).with_name("hardware.yaml")
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 """Compute capabilities of their first GPUs."""
 
+CYCLES_PER_BYTE = 0.0382
+"""Cycles of all cores per byte of memory traffic from which XLA computes a gate's activation in each kernel that reads it."""
+
 
 @dataclass(frozen=True)
 class CompileTarget:
@@ -45,6 +48,10 @@ class GpuProgram:
     measured_matmuls: bool = True
     """XLA has measured times of matmuls for the device, and its latency-hiding scheduler counts with them and with times of collectives.
     For others it counts with constants (jaxlib 0.10.2: tables for sm_90 and the B200; xla/service/gpu/model/sol_latency_estimator.cc)."""
+    repeats_activation: bool = True
+    """Kernels that read the activation of an MLP's gate compute it again, as XLA expects that to take less time than to read it
+    (xla/service/gpu/transforms/priority_fusion.cc). Of consequence for fp8_delayed on Blackwell: not so on the B200, and on a GB200 with
+    the clock of one, so on a GB200 and on one with as many cores or the memory of a B200 (compiled steps of Llama 3.1 8B)."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +114,7 @@ class Hardware:
             adds_bfloat16=capability >= HOPPER,
             transposes_float8=capability < BLACKWELL,
             measured_matmuls=capability == HOPPER or self.name == "b200",
+            repeats_activation=self.cores * self.clock_hz / self.memory_bandwidth_bytes_per_s >= CYCLES_PER_BYTE,
         )
 
 

@@ -60,11 +60,13 @@ class LayerPeak(LiveBuffers):
             down += (self.turn.trained_weights - local.gathered_trained_weights) * local.gradient_itemsize
         if eight_bits.applies(local):
             matrices = 2 * local.mlp_matrix * local.compute_itemsize
-            any_layout = not self.program.transposes_float8
-            in_mlp = eight_bits.in_mlp_any_layout(local, again, waits=self.waits) if any_layout else eight_bits.in_mlp(local, again)
+            of_mlp, others = eight_bits.in_mlp(local, again)
+            if not self.program.transposes_float8:
+                of_mlp, others = eight_bits.in_mlp_any_layout(local, again, waits=self.waits)
+                of_mlp += eight_bits.separate_activation(local, again, self.program)
             return max(
                 (
-                    ("its MLP", *in_mlp, matrices, down, mask),
+                    ("its MLP", of_mlp, others, matrices, down, mask),
                     ("its attention", *eight_bits.in_attention(local), 0, 0, attention),
                     ("its end", hidden, 5 * stream, 0, waiting + more, mask),
                 ),
@@ -72,7 +74,7 @@ class LayerPeak(LiveBuffers):
             )
         if eight_bits.in_any_layout(local, self.program):
             of_mlp, others = eight_bits.mlp_in_any_layout(local, again, at_start=at_start)
-            of_mlp += (at_mlp - usual) * hidden
+            of_mlp += (at_mlp - usual) * hidden + eight_bits.separate_activation(local, again, self.program)
             operands, matrices = eight_bits.one_byte(local, 3 * hidden), 2 * local.mlp_matrix * local.matrix_itemsize
             return max(
                 (
