@@ -150,3 +150,18 @@ def mlp_in_any_layout(local: LocalSizes, again: Recomputed, *, at_start: bool) -
         others += stream + sum(size for name, size in projections if name not in again.weights and not from_host)
         others += 0 if again.weights else 2 * stream
     return max(in_kernels), others - 4 * local.tokens * local.model.embed_dim
+
+
+def in_order_in_any_layout(local: LocalSizes) -> int:
+    """Return the size of all but hidden activations in the MLP of a layer of an ordered turn, less a stream in float32, where float8 arrays
+    are read in any layout; of the other layers of the turn `Turn.before_weight_gradients`.
+
+    In float8 the inputs of attention and MLP and the gradient of the MLP's update. In the compute dtype attention's update and the gradient
+    of the layer's result, with norms before attention and MLP also the inputs of these and their results, from which the norms after are
+    computed. Of attention queries, keys (before their norms too), values and the result, in both dtypes. (Heaps of OLMo 3 7B, Gemma 3 4B.)
+    """
+    model = local.model
+    streams = (2 if model.norm_position == "post" else 6) * local.stream_bytes + one_byte(local, 3 * local.stream_bytes)
+    attention = local.query_bytes + local.key_bytes + local.value_bytes + local.context_bytes + one_byte(local, local.context_bytes)
+    attention += local.query_bytes + local.key_bytes if model.qk_norm else 0
+    return streams + attention - 4 * local.tokens * model.embed_dim

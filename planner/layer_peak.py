@@ -261,6 +261,8 @@ class LayerPeak(LiveBuffers):
             of_mlp += local.hidden_bytes + local.hidden_bytes // local.compute_itemsize
         if self.turn.in_order and local.tensor > 1:
             return [("its MLP", others + hidden, streams, matrices, down, mask) for hidden, streams in self._mlp_in_order(of_mlp)]
+        if self.turn.reads_any_layout:
+            return [("its MLP", others + of_mlp, eight_bits.in_order_in_any_layout(local), matrices, down, mask)]
         streams = 6 * local.stream_bytes + local.query_bytes + local.context_bytes + 2 * local.key_bytes
         if self.turn.in_order and not narrow:
             streams -= local.stream_bytes  # no final hidden states, and the gradient of the results is that of the stream

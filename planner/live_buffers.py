@@ -61,7 +61,7 @@ class LiveBuffers:
     @cached_property
     def turn(self) -> Turn:
         """One turn of the loop over layers."""
-        return Turn(self.local, self.overlap, self.in_loop)
+        return Turn(self.local, self.overlap, self.in_loop, self.program)
 
     @property
     def sharded(self) -> LocalSizes:

@@ -8,11 +8,12 @@ Read from the heaps of compiled steps (GPU backend, jax 0.10.2). Sizes are bytes
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from ridgeline.configs.remat import POLICIES
 from ridgeline.planner.activations import offloaded_bytes, offloads_inputs
+from ridgeline.planner.hardware import GpuProgram
 from ridgeline.planner.local import LocalSizes
 from ridgeline.planner.recompute import in_order
 
@@ -35,6 +36,8 @@ class Turn:
     """Compiled with the latency-hiding scheduler."""
     in_loop: bool
     """Microbatches run in a loop."""
+    program: GpuProgram = field(default_factory=GpuProgram)
+    """What is particular to the device's programs."""
 
     @cached_property
     def layers(self) -> int:
@@ -48,6 +51,11 @@ class Turn:
         Such a turn is as a loop of equal layers but for the layers whose weight gradients are `pending`.
         """
         return self.overlap and in_order(self.local.model, self.local.config.compute, frozen=bool(self.local.adapted))
+
+    @property
+    def reads_any_layout(self) -> bool:
+        """Whether 8-bit matmuls of layers in order, not over tensor, read their operands as they are (planner/eight_bits.py)."""
+        return self.in_order and self.local.tensor == 1 and self.local.config.precision.eight_bit and not self.program.transposes_float8
 
     @property
     def left_over(self) -> int:
@@ -203,7 +211,7 @@ class Turn:
         8-bit matmuls keep one byte of an element (of attention results, which are quantized later, all). The gradients of the norms, which
         are computed together with those of the matrices, need the inputs of the norms too, and the residual stream; with norms of queries
         and keys also the gradients of attention's input by both, and an offloaded input of the block. Without 8-bit matmuls the kernels of
-        the norms' backward pass compute them.
+        the norms' backward pass compute them; with them too where operands are not transposed, and attention results are quantized at once.
         """
         local = self.local
         hidden = (3 if local.model.gated_mlp else 2) * local.hidden_bytes
@@ -211,6 +219,8 @@ class Turn:
         normed = 2 * (local.query_bytes + local.key_bytes) if local.model.qk_norm else 0  # inputs, and gradients of the results
         if local.config.precision.eight_bit and (self.layers > 1 or self.in_order) and local.model.moe is None:
             operands = hidden + 4 * local.stream_bytes + local.query_bytes + 2 * local.key_bytes
+            if self.reads_any_layout:
+                return (operands + local.context_bytes) // local.compute_itemsize + normed
             if self.in_order and local.tensor > 1:  # inputs are gathered in the compute dtype, and the norm's inputs are sharded
                 inputs = 2 * local.stream_bytes - 2 * local.stream_bytes // local.compute_itemsize
                 return operands // local.compute_itemsize + inputs + local.context_bytes + 2 * local.cut_stream_bytes + normed
