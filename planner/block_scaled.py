@@ -66,7 +66,7 @@ def in_mlp(local: LocalSizes, again: Recomputed, *, at_start: bool) -> tuple[int
     Others: the gradient of the stream, the input of the MLP's norm, and in one byte the input of the MLP and the gradient of its result;
     attention's, where its update is recomputed, else what the loop cuts out of the stacks: the input of the block, keys and values. Where
     norms follow attention and MLP: attention's update is in place of the input of the MLP's norm, and the MLP's update; the first gradient
-    of the stream is float32. Attention's: also the inputs of norms of queries and keys; without a norm before it, its input in one byte.
+    of the stream is float32 where it is written (SUMMED_TOKENS), else computed from that of the loss. Attention's: also the inputs of norms of queries and keys; without a norm before it, its input in one byte.
     """
     gates = 2 if local.model.gated_mlp else 1
     kept = gates - len({"gate", "up"} & again.weights)
@@ -75,7 +75,8 @@ def in_mlp(local: LocalSizes, again: Recomputed, *, at_start: bool) -> tuple[int
         kept = max(1, kept)
     hidden = (2 * (gates + 1) - kept + (nvfp4 and after)) * local.hidden_bytes + (gates + after) * scales(local, local.hidden_bytes)
     streams = 2 * local.stream_bytes + 2 * local.stream_bytes // local.compute_itemsize
-    streams += (1 + at_start) * local.stream_bytes * after
+    first = (1 if local.tokens >= SUMMED_TOKENS else -1) if at_start else 0  # that of the loss is not counted here
+    streams += (1 + first) * local.stream_bytes * after
     if again.attention_update:
         attention = local.query_bytes + 2 * local.key_bytes + local.context_bytes + local.context_bytes // local.compute_itemsize
         attention += local.query_bytes + local.key_bytes if local.model.qk_norm else 0
@@ -93,7 +94,7 @@ def before_weight_gradients(local: LocalSizes, again: Recomputed) -> int:
     not quantized yet, and the input is read from the stack. In the compute dtype: the gradients of queries and keys.
 
     Gradients of the weights of norms after attention and MLP are delayed too: both updates, and the gradients of their norms' results. So
-    are those of norms of queries and keys: their inputs; the gradients of these are quantized.
+    are those of norms of queries and keys: their inputs; from SUMMED_TOKENS on, the gradients of these are quantized early.
     """
     gates, narrow = 2 if local.model.gated_mlp else 1, local.compute_itemsize
     scaled = gates + (local.config.precision.block_scaled == "nvfp4")  # also the input of down
@@ -112,5 +113,6 @@ def before_weight_gradients(local: LocalSizes, again: Recomputed) -> int:
     normed = 0 if local.tokens >= SUMMED_TOKENS or local.model.norm_position == "post" else (1 + gates) * local.stream_bytes
     normed += 4 * local.stream_bytes * again.mlp_update
     heads = local.query_bytes + local.key_bytes
-    normed += heads + heads // narrow if local.model.qk_norm else 0
+    if local.model.qk_norm:
+        normed += heads + (heads // narrow if local.tokens >= SUMMED_TOKENS else 0)
     return hidden + attention + one_byte // narrow + normed
