@@ -90,7 +90,9 @@ def saved_arrays(local: LocalSizes, backend: str) -> list[tuple[int, int]]:
         gathers = 1 if local.model.moe is not None and not local.model.moe.shared_experts else 2
         gathered = gathers if local.tensor > 1 and config.compute.tensor_overlap == "gather" else 0
         normed = 1 if local.model.qk_norm else 0
-        kept = [(2 + 2 * normed_after, cut), (gathered, stream), (2 + normed, q), (2 + normed, k), (gates, hidden), (1, sorted_bytes)]
+        # without norms before attention and MLP their inputs are the streams themselves, and are kept gathered alone
+        inputs = 2 - gathered if local.model.norm_position == "post" else 2
+        kept = [(inputs + 2 * normed_after, cut), (gathered, stream), (2 + normed, q), (2 + normed, k), (gates, hidden), (1, sorted_bytes)]
         if local.latent_bytes:
             kept = [*_latent_attention_saved(local, backend, gathered // 2), (gates, hidden), (1, sorted_bytes)]
         if policy == "attention-only":
@@ -107,7 +109,7 @@ def saved_arrays(local: LocalSizes, backend: str) -> list[tuple[int, int]]:
         wide = 4 // local.compute_itemsize if config.precision.matmul == "nvfp4" else 1
         if local.latent_bytes:
             return [(2 + normed_after, cut), (1, local.latent_bytes // local.tensor), (1, q), (1, local.up_bytes), (gates, hidden)]
-        return [(2 + normed_after + scattered, cut), (1, wide * q), (2, wide * k), (gates, wide * hidden)]
+        return [(1 + normed_after + scattered, cut), (1, wide * cut), (1, wide * q), (2, wide * k), (gates, wide * hidden)]
     names = set(config.compute.remat.names) if policy == "names" else set()
     names -= set() if local.model.gated_mlp else {"mlp_gate"}
     names -= set() if backend in TAGS_STATISTICS else {"attention_lse"}

@@ -9,10 +9,14 @@ from __future__ import annotations
 
 from ridgeline.configs.remat import POLICIES
 from ridgeline.planner.local import LocalSizes
-from ridgeline.planner.recompute import Recomputed
+from ridgeline.planner.recompute import Recomputed, recomputed
 
 BLOCK = 32
 """Elements of a block of the backward pass."""
+FORWARD_BLOCK = 16
+"""Elements of a block of nvfp4's forward pass."""
+FORWARD_CONSTANTS = 2
+"""As `CONSTANTS`, per block of nvfp4's forward pass."""
 CONSTANTS = 6
 """Arrays of constants, 4 bytes per block: what rounds a scale to a power of two, written once before the loop over layers."""
 SUMMED_TOKENS = 65536
@@ -36,10 +40,19 @@ def scales(local: LocalSizes, size: int) -> int:
 
 
 def constants(local: LocalSizes) -> int:
-    """Return the size of the constants for the scales of hidden activations and of residual streams: none with nvfp4."""
-    if local.config.precision.block_scaled != "mxfp8":
+    """Return the size of the constants for the scales of hidden activations and of residual streams.
+
+    With nvfp4 they are of the smaller blocks of the forward pass, for what the backward pass multiplies again: the input of down only where
+    a norm needs its result.
+    """
+    if local.config.precision.block_scaled is None:
         return 0
-    return CONSTANTS * scales(local, local.hidden_bytes + local.stream_bytes)
+    if local.config.precision.block_scaled == "mxfp8":
+        return CONSTANTS * scales(local, local.hidden_bytes + local.stream_bytes)
+    if not applies(local):
+        return 0
+    again = recomputed(local.model, local.config.compute.remat)
+    return FORWARD_CONSTANTS * scales(local, local.stream_bytes + local.hidden_bytes * again.mlp_update) * BLOCK // FORWARD_BLOCK
 
 
 def in_mlp(local: LocalSizes, again: Recomputed, *, at_start: bool) -> tuple[int, int]:
@@ -47,19 +60,27 @@ def in_mlp(local: LocalSizes, again: Recomputed, *, at_start: bool) -> tuple[int
 
     Hidden: gate, up and the gradient of down's input, the gradients of gate and up with the largest value of each block, and what the input
     of down is computed from. Kept gate and up are read from the stacks, and their gradients are there in one byte too. nvfp4: results are
-    float32, from which the kernel before writes what is needed of gate and up: in the loop the last result is as large as two arrays.
+    float32, from which the kernel before writes what is needed of gate and up: in the loop the last result is as large as two arrays. Where
+    a norm needs the result of down again, the input of down is there before, and is no result of the kernel: one of gate and up is float32.
 
     Others: the gradient of the stream, the input of the MLP's norm, and in one byte the input of the MLP and the gradient of its result;
-    attention's, where its update is recomputed, else what the loop cuts out of the stacks: the input of the block, keys and values.
+    attention's, where its update is recomputed, else what the loop cuts out of the stacks: the input of the block, keys and values. Where
+    norms follow attention and MLP: attention's update is in place of the input of the MLP's norm, and the MLP's update; the first gradient
+    of the stream is float32 where it is written (SUMMED_TOKENS), else computed from that of the loss. Attention's: also the inputs of norms of queries and keys; without a norm before it, its input in one byte.
     """
     gates = 2 if local.model.gated_mlp else 1
     kept = gates - len({"gate", "up"} & again.weights)
-    if at_start and local.config.precision.block_scaled == "nvfp4":
+    nvfp4, after = local.config.precision.block_scaled == "nvfp4", again.mlp_update
+    if at_start and nvfp4 and not after:
         kept = max(1, kept)
-    hidden = (2 * (gates + 1) - kept) * local.hidden_bytes + gates * scales(local, local.hidden_bytes)
+    hidden = (2 * (gates + 1) - kept + (nvfp4 and after)) * local.hidden_bytes + (gates + after) * scales(local, local.hidden_bytes)
     streams = 2 * local.stream_bytes + 2 * local.stream_bytes // local.compute_itemsize
+    first = (1 if local.tokens >= SUMMED_TOKENS else -1) if at_start else 0  # that of the loss is not counted here
+    streams += (1 + first) * local.stream_bytes * after
     if again.attention_update:
         attention = local.query_bytes + 2 * local.key_bytes + local.context_bytes + local.context_bytes // local.compute_itemsize
+        attention += local.query_bytes + local.key_bytes if local.model.qk_norm else 0
+        attention += local.stream_bytes // local.compute_itemsize if local.model.norm_position == "post" else 0
         return hidden, streams + attention
     return hidden, streams + (0 if at_start else local.stream_bytes + 2 * local.key_bytes)
 
@@ -71,10 +92,13 @@ def before_weight_gradients(local: LocalSizes, again: Recomputed) -> int:
     is recomputed beside that, the gradients of one of two layers are quantized early. In one byte: the input of the MLP, the gradients of
     both results and of values. Where attention's update is recomputed, so are the input and the result of attention; else the result is
     not quantized yet, and the input is read from the stack. In the compute dtype: the gradients of queries and keys.
+
+    Gradients of the weights of norms after attention and MLP are delayed too: both updates, and the gradients of their norms' results. So
+    are those of norms of queries and keys: their inputs; from SUMMED_TOKENS on, the gradients of these are quantized early.
     """
     gates, narrow = 2 if local.model.gated_mlp else 1, local.compute_itemsize
     scaled = gates + (local.config.precision.block_scaled == "nvfp4")  # also the input of down
-    hidden = (gates + 2) * local.hidden_bytes
+    hidden = (gates + 2 - again.mlp_update) * local.hidden_bytes
     if not {"gate", "up"} & again.weights:
         early = (narrow - 1) * gates * local.hidden_bytes // (2 * narrow) if again.attention_update else 0
         hidden = (gates + 1) * local.hidden_bytes - early
@@ -86,5 +110,9 @@ def before_weight_gradients(local: LocalSizes, again: Recomputed) -> int:
     else:
         attention += local.context_bytes
     # Else the gradient of the norm is delayed too: its input, and its results' gradients by gate and by up.
-    normed = 0 if local.tokens >= SUMMED_TOKENS else (1 + gates) * local.stream_bytes
+    normed = 0 if local.tokens >= SUMMED_TOKENS or local.model.norm_position == "post" else (1 + gates) * local.stream_bytes
+    normed += 4 * local.stream_bytes * again.mlp_update
+    heads = local.query_bytes + local.key_bytes
+    if local.model.qk_norm:
+        normed += heads + (heads // narrow if local.tokens >= SUMMED_TOKENS else 0)
     return hidden + attention + one_byte // narrow + normed

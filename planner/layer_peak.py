@@ -85,10 +85,11 @@ class LayerPeak(LiveBuffers):
                 key=lambda point: sum(point[1:]),
             )
         if block_scaled.applies(local):
-            matrices, end = 2 * local.mlp_matrix * local.matrix_itemsize, 0 if at_start else waiting + more
+            matrices, end = 2 * local.mlp_matrix * local.matrix_itemsize, 0 if at_start and not self.scatters_scaled else waiting + more
+            late = 0 if at_start or self.scatters_scaled else down
             return max(
                 (
-                    ("its MLP", *block_scaled.in_mlp(local, again, at_start=at_start), matrices, 0 if at_start else down, mask),
+                    ("its MLP", *block_scaled.in_mlp(local, again, at_start=at_start), matrices, late, mask),
                     ("its attention", 3 * hidden, 6 * stream, 0, 0, attention),
                     ("its attention", at_mlp * hidden, 3 * stream + 5 * local.query_bytes, 0, 0, attention),
                     ("its end", hidden, at_end * stream, 0, end, mask),

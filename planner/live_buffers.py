@@ -118,6 +118,18 @@ class LiveBuffers:
         """
         return self.local.model.moe is not None and not self.local.adapted and self.data * self.local.context > 1
 
+    @property
+    def scatters_scaled(self) -> bool:
+        """Whether layers with block-scaled matmuls reduce-scatter their weight gradients over fsdp themselves, and not the next ones.
+
+        XLA moves a reduction into the next turn of the loop where only the write into the stack of gradients follows it. Here the sum over
+        data follows: of the shards, in the next turn. One layer is outside of the loop at the start then, and its reduce-scatter takes the
+        unembedding's gradient too.
+        """
+        local = self.local
+        alike = local.model.layer_period == 1 and not local.adapted and local.config.precision.block_scaled is not None
+        return self.overlap and alike and self.data > 1 and local.fsdp > 1
+
     def layout_copies(self) -> int:
         """Return the bytes of transposed parameters that XLA keeps because it gathers leading dims only.
 
@@ -186,10 +198,10 @@ class LiveBuffers:
         These layers are outside of the loop over layers, and nothing waits for their weight gradients: the scheduler delays them, and the
         operands are quantized along the tokens as late. Where gate and up are kept, those of a layer's MLP are the gradients of gate and
         up, the input of down and its gradient; with nvfp4 also one result in float32. Turns of several layers have a term for it
-        (`Turn.before_weight_gradients`).
+        (`Turn.before_weight_gradients`). Nothing is delayed where the layer reduces its own gradients (`scatters_scaled`).
         """
         local, precision = self.local, self.local.config.precision
-        if precision.block_scaled is None or not self.overlap or self.turn.layers > 1:
+        if precision.block_scaled is None or not self.overlap or self.turn.layers > 1 or self.scatters_scaled:
             return 0
         if block_scaled.applies(local):
             return DELAYED * block_scaled.before_weight_gradients(local, recomputed(local.model, local.config.compute.remat))
@@ -281,7 +293,7 @@ class LiveBuffers:
         """
         several = self.turn.layers > 1 and self.reduces_in_turn
         ordered = self.turn.in_order and not self.local.model.tie_embeddings
-        early = self.delays_experts or several or ordered
+        early = self.delays_experts or several or ordered or self.scatters_scaled
         return early and self.reduced and not self.in_loop and self.local.model.latent_attention is None
 
     def reduced_early(self) -> Component:

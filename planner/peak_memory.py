@@ -269,9 +269,9 @@ class StepMemory(LayerPeak, AfterLayers):
         streams += (local.cut_stream_bytes if offloads_inputs(local) else 0) + self.outside.activations
         hidden += self.turn.slices_of_kept(self.saved.bytes) + self.turn.zeroed_slots()
         reducing = self.turn.trained_weights * local.gradient_itemsize if late and self.reduced else 0
-        if reducing and self.reduces_in_turn:
+        if reducing and (self.reduces_in_turn or self.scatters_scaled):
             reducing = 2 * reducing // self.sharded.fsdp  # the sums over fsdp, and together as they are summed over the other axes
-        reducing += self.turned_gradients() if reducing else 0
+        reducing += self.turned_gradients() if reducing and not self.scatters_scaled else 0
         # with fsdp they are small, and the weights of the next turn are counted, of which those of a layer are gone
         reducing += self.turn.reduced_gradients(self.sharded.fsdp) if self.reduced and local.fsdp == 1 else 0
         left_over = self.turn.left_over if late and (self.turn.layers > 1 or self.turn.in_order) else 0  # their backward pass is over
@@ -451,7 +451,7 @@ class StepMemory(LayerPeak, AfterLayers):
             "parameter_copies": Component(
                 copies.bytes - self.next_layer_weights(), copies.assumption.replace(", also those of the next layer", "")
             ),
-            "loss": self.reduced_early() if self.turn.layers > 1 and self.reduces_table_early else point["loss"],
+            "loss": self.reduced_early() if (self.turn.layers > 1 or self.scatters_scaled) and self.reduces_table_early else point["loss"],
             "collective_buffers": collectives,
         }
 
