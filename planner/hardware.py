@@ -45,6 +45,8 @@ class GpuProgram:
     measured_matmuls: bool = True
     """XLA has measured times of matmuls for the device, and its latency-hiding scheduler counts with them and with times of collectives.
     For others it counts with constants (jaxlib 0.10.2: tables for sm_90 and the B200; xla/service/gpu/model/sol_latency_estimator.cc)."""
+    cores: int = 132
+    """Streaming multiprocessors: XLA splits the summed dim of matmuls with fewer tiles (xla/backends/gpu/transforms/splitk_rewriter.cc)."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,7 @@ class Hardware:
             adds_bfloat16=capability >= HOPPER,
             transposes_float8=capability < BLACKWELL,
             measured_matmuls=capability == HOPPER or self.name == "b200",
+            cores=self.cores,
         )
 
 

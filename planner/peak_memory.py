@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ridgeline.configs.remat import POLICIES
-from ridgeline.planner import block_scaled, delayed_experts, eight_bits
+from ridgeline.planner import block_scaled, constant_costs, delayed_experts, eight_bits
 from ridgeline.planner.activations import (
     Component,
     attention_workspace,
@@ -119,7 +119,7 @@ class StepMemory(LayerPeak, AfterLayers):
             early += (2 if local.model.gated_mlp else 1) * local.hidden_bytes
         early += self.turn.not_stacked(self.saved.bytes) + self.ring_zeros()
         if self.copies_in_loss:
-            early += relaid_bytes(local, self.backend, self.overlap, self.combined) + local.hidden_bytes
+            early += relaid_bytes(local, self.backend, self.overlap, self.combined, self.program) + local.hidden_bytes
         if self.turn.layers > 1 or self.turn.in_order:
             early += self.turn.of_offload_in_loss(one_chunk) if policy == "offload" else 0
         # Of frozen layers XLA gathers two turns early: no gradients wait for their reduction meanwhile.
@@ -176,13 +176,14 @@ class StepMemory(LayerPeak, AfterLayers):
         gathered tokens of a layer's experts and the gathered input of its attention are live for longer.
         """
         local = self.local
-        relaid = relaid_bytes(local, self.backend, self.overlap, self.combined)
+        relaid = relaid_bytes(local, self.backend, self.overlap, self.combined, self.program)
         again = recomputed(local.model, local.config.compute.remat)
         narrow, dots = eight_bits.applies(local), local.config.compute.remat.policy == "dots"
         if self.turn.in_order:
             return self._start_in_order(0 if dots else relaid)
         pieces = ring_keeps_update(local) and not narrow
-        short = again.mlp_update or self.waits if narrow else dots or pieces
+        constant = self.overlap and constant_costs.applies(local, self.program)
+        short = again.mlp_update or self.waits if narrow else dots or pieces or constant
         if relaid and narrow and not short:
             relaid += eight_bits.while_copied(local, again)
         if not relaid or self.turn.layers > 1 or not short:
@@ -196,6 +197,8 @@ class StepMemory(LayerPeak, AfterLayers):
         after = 3 * (local.hidden_bytes + local.stream_bytes) + 5 * local.cut_stream_bytes + 2 * (local.query_bytes + local.key_bytes)
         if pieces:
             after = 3 * local.hidden_bytes + 4 * local.stream_bytes + 2 * (local.query_bytes + local.key_bytes)
+        if constant:
+            after = constant_costs.while_copied(local, self.program)
         after = relaid + (eight_bits.after_mlp(local, waits=self.waits) if narrow else after)
         layer = self.backward(layers=self.turn.delayed_at_start)
         text = "after the MLP in the backward pass of one layer; one saved value of all layers in another layout"
