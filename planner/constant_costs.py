@@ -13,21 +13,28 @@ from math import ceil
 
 from ridgeline.planner.hardware import GpuProgram
 from ridgeline.planner.local import LocalSizes
-from ridgeline.planner.recompute import in_scan
+from ridgeline.planner.recompute import in_scan, recomputed
 
 HIDES_GATHER = 5
 """Counted kernels that are as long as a collective."""
 TILE = 128
 """Rows and columns of a matmul's result that XLA gives to one core (xla/backends/gpu/transforms/splitk_rewriter.cc)."""
+SUMMED_AT_ONCE = 4096
+"""Rows that XLA sums in one kernel; of more it sums parts first (xla/service/gpu/reduction_utils.cc: ReductionDimensionRaceFreeBound)."""
 
 
 def applies(local: LocalSizes, program: GpuProgram) -> bool:
-    """Return whether alike layers, of which everything is recomputed in a loop, gather their inputs over tensor under this scheduler."""
+    """Return whether alike layers in a loop gather their inputs, computed again, over tensor under this scheduler."""
     config, model = local.config, local.model
     alike = model.moe is None and model.layer_period == 1 and not local.adapted and not local.latent_bytes
     plain = local.pipeline * local.context == 1 and in_scan(model, config.compute)
-    gathers = local.tensor > 1 and config.compute.tensor_overlap == "gather" and config.compute.remat.policy == "full"
+    gathers = local.tensor > 1 and config.compute.tensor_overlap == "gather" and config.compute.remat.policy in ("full", "names", "dots")
     return not program.measured_matmuls and alike and plain and gathers
+
+
+def gradients_after_attention(local: LocalSizes, program: GpuProgram) -> bool:
+    """Return whether nothing but the block's input is kept: all weight gradients of a layer come after attention's backward pass."""
+    return applies(local, program) and local.config.compute.remat.policy == "full"
 
 
 def stacks_input_late(local: LocalSizes, program: GpuProgram) -> bool:
@@ -35,20 +42,31 @@ def stacks_input_late(local: LocalSizes, program: GpuProgram) -> bool:
 
     Fusions of the last layer's backward pass read the old stack with that input in its place, last the norm before attention. The write
     leads to no other collective, so it comes after all other kernels that are ready, the weight gradients: it is behind the next
-    attention's gather, which begins after that norm, where fewer kernels than hide it are counted.
+    attention's gather, which begins after that norm, where fewer kernels than hide it are counted. Where attention's update is kept, both
+    inputs of the next layer are gathered first, and attention's of the last layer, which the norm computes again, is gathered after them.
+
+    Where bfloat16 is added in float32, the gradient of the norm's weight reads the old stack by itself, if it is summed in one kernel. That
+    is a weight gradient as others.
     """
-    return applies(local, program) and counted_kernels(local, program) < HIDES_GATHER
+    if not applies(local, program) or _calls_library(local):
+        return False
+    by_itself = not program.adds_bfloat16 and local.tokens // local.tensor <= SUMMED_AT_ONCE
+    gathers = 1 if recomputed(local.model, local.config.compute.remat).attention_update else 2
+    return counted_kernels(local, program) < gathers * HIDES_GATHER and not by_itself
 
 
 def counted_kernels(local: LocalSizes, program: GpuProgram) -> int:
     """Return how many kernels of a layer's weight gradients are counted as long ones.
 
     The sum of a matmul that is split along its summed dim; the gradients of the biases of keys and values, as they are stacked; the input
-    of MLP down, computed again. Library calls of 8-bit matmuls are all counted.
+    of MLP down, computed again.
     """
-    if local.config.precision.eight_bit or local.config.precision.block_scaled:
-        return HIDES_GATHER
     return _of_attention(local, program) + (3 if local.model.gated_mlp else 2) * _is_split(local, program, local.hidden_bytes) + 1
+
+
+def _calls_library(local: LocalSizes) -> bool:
+    """Return whether matmuls are calls of a library, of which each is counted: there are always enough."""
+    return local.config.precision.eight_bit or local.config.precision.block_scaled is not None
 
 
 def _of_attention(local: LocalSizes, program: GpuProgram) -> int:

@@ -220,7 +220,7 @@ class LayerPeak(LiveBuffers):
 
         workspace: of attention.
         """
-        if not (self.overlap and constant_costs.applies(self.local, self.program)):
+        if not (self.overlap and constant_costs.gradients_after_attention(self.local, self.program)):
             return []
         return [("its attention", *constant_costs.at_end_of_attention(self.local, self.program), 0, 0, workspace)]
 

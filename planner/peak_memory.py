@@ -182,7 +182,7 @@ class StepMemory(LayerPeak, AfterLayers):
         if self.turn.in_order:
             return self._start_in_order(0 if dots else relaid)
         pieces = ring_keeps_update(local) and not narrow
-        constant = self.overlap and constant_costs.applies(local, self.program)
+        constant = self.overlap and constant_costs.gradients_after_attention(local, self.program)
         short = again.mlp_update or self.waits if narrow else dots or pieces or constant
         if relaid and narrow and not short:
             relaid += eight_bits.while_copied(local, again)
