@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from ridgeline.configs import remat as remat_table
 from ridgeline.configs.remat import POLICIES
+from ridgeline.planner import constant_costs
+from ridgeline.planner.hardware import GpuProgram
 from ridgeline.planner.local import LocalSizes
 from ridgeline.planner.recompute import waiting
 
@@ -199,15 +201,16 @@ def _scores_saved(local: LocalSizes, backend: str) -> int:
     return {"xla": score_bytes(local, 4 + local.compute_itemsize), "reference": score_bytes(local, 8)}.get(backend, 0)
 
 
-def relaid_bytes(local: LocalSizes, backend: str, overlap: bool, combined: bool) -> int:
+def relaid_bytes(local: LocalSizes, backend: str, overlap: bool, combined: bool, program: GpuProgram) -> int:
     """Return the bytes of the largest saved value that is copied to another layout, for all layers, at the start of the backward pass.
 
     With tensor and several rows, a residual stream that was gathered or scattered along the sequence has another layout: the gathered
     stream where it is saved, else (when loops are unrolled for overlap) the block input. With dots (and combined collectives) the stack of
     a residual stream is copied before the last layer is written into it, as the first kernels of the backward pass read the old one; small
     models copy both. Where a whole block waits for its gradient nothing reads its input an iteration earlier, and the stack is written in
-    the layout in which it is read (heaps of Llama 3.1 8B, Qwen3 8B and Mistral Nemo 12B). Attention that stores scores transposes them,
-    and so do grouped matmuls of experts in 8 bits what they saved.
+    the layout in which it is read (heaps of Llama 3.1 8B, Qwen3 8B and Mistral Nemo 12B); nor is it copied where the last layer is written
+    into it late (planner/constant_costs.py). Attention that stores scores transposes them, and so do grouped matmuls of experts in 8 bits
+    what they saved.
     """
     policy, layers = local.config.compute.remat.policy, local.model.num_layers
     relaid = 0
@@ -221,7 +224,8 @@ def relaid_bytes(local: LocalSizes, backend: str, overlap: bool, combined: bool)
         relaid = layers * local.stream_bytes * (2 if local.fsdp == 1 and overlap else 1)
     elif between and (ring or policy != "dots" or combined) and local.fsdp > 1 and overlap and not offloads_inputs(local):
         # a ring scatters attention's update piece by piece: where it is kept, it is copied too
-        relaid = 0 if block_waits else layers * local.cut_stream_bytes * (2 if ring_keeps_update(local) else 1)
+        written_late = constant_costs.stacks_input_late(local, program)
+        relaid = 0 if block_waits or written_late else layers * local.cut_stream_bytes * (2 if ring_keeps_update(local) else 1)
     if local.latent_bytes and local.ring and policy == "dots":
         relaid += layers * local.up_bytes  # keys and values from latents, as the ring reads them (heap of DeepSeek V2 Lite)
     if backend in ("xla", "reference") and policy == "none":

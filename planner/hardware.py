@@ -52,6 +52,8 @@ class GpuProgram:
     """Kernels that read the activation of an MLP's gate compute it again, as XLA expects that to take less time than to read it
     (xla/service/gpu/transforms/priority_fusion.cc). Of consequence for fp8_delayed on Blackwell: not so on the B200, and on a GB200 with
     the clock of one, so on a GB200 and on one with as many cores or the memory of a B200 (compiled steps of Llama 3.1 8B)."""
+    cores: int = 132
+    """Streaming multiprocessors: XLA splits the summed dim of matmuls with fewer tiles (xla/backends/gpu/transforms/splitk_rewriter.cc)."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,7 @@ class Hardware:
             transposes_float8=capability < BLACKWELL,
             measured_matmuls=capability == HOPPER or self.name == "b200",
             repeats_activation=self.cores * self.clock_hz / self.memory_bandwidth_bytes_per_s >= CYCLES_PER_BYTE,
+            cores=self.cores,
         )
 
 

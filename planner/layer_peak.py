@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ridgeline.configs.remat import POLICIES
-from ridgeline.planner import block_scaled, delayed_experts, eight_bits
+from ridgeline.planner import block_scaled, constant_costs, delayed_experts, eight_bits
 from ridgeline.planner.activations import attention_workspace, mask_bytes, offloads_inputs
 from ridgeline.planner.live_buffers import LiveBuffers
 from ridgeline.planner.recompute import recomputed
@@ -116,6 +116,7 @@ class LayerPeak(LiveBuffers):
             # attention may run before the gradients of the MLP's weights
             ("its attention", early * hidden if recomputes else 0, 3 * stream + 5 * local.query_bytes, 0, 0, attention),
             *of_attention,
+            *self._weight_gradients_after_attention(attention),
             ("its end", hidden, at_end * stream, 0, waiting + more, mask),
             *([("its end", delayed, 0, 0, more, mask)] if self.turn.layers > 1 and recomputes else []),
             *self._mlp_after_others(together, (at_mlp + slices) * hidden, down, mask),
@@ -230,6 +231,15 @@ class LayerPeak(LiveBuffers):
         # `backward` adds one stream in float32
         streams += -4 * local.tokens * model.embed_dim // local.tensor if self.in_loop else local.stream_bytes
         return [("its attention", hidden, streams + heads, 0, 0, workspace)]
+
+    def _weight_gradients_after_attention(self, workspace: int) -> list[tuple[str, int, int, int, int, int]]:
+        """Return the point in attention's backward pass where the weight gradients of a layer come after it (planner/constant_costs.py).
+
+        workspace: of attention.
+        """
+        if not (self.overlap and constant_costs.gradients_after_attention(self.local, self.program)):
+            return []
+        return [("its attention", *constant_costs.at_end_of_attention(self.local, self.program), 0, 0, workspace)]
 
     def _hidden_and_rows(self, at_mlp: int) -> list[int]:
         """Return the bytes of hidden activations at points in the MLP, with residual streams in the rows of experts by which more or fewer

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ridgeline.configs.remat import POLICIES
-from ridgeline.planner import block_scaled, delayed_experts, eight_bits
+from ridgeline.planner import block_scaled, constant_costs, delayed_experts, eight_bits
 from ridgeline.planner.activations import (
     Component,
     attention_workspace,
@@ -119,7 +119,7 @@ class StepMemory(LayerPeak, AfterLayers):
             early += (2 if local.model.gated_mlp else 1) * local.hidden_bytes
         early += self.turn.not_stacked(self.saved.bytes) + self.ring_zeros()
         if self.copies_in_loss:
-            early += relaid_bytes(local, self.backend, self.overlap, self.combined) + local.hidden_bytes
+            early += relaid_bytes(local, self.backend, self.overlap, self.combined, self.program) + local.hidden_bytes
         if self.turn.layers > 1 or self.turn.in_order:
             early += self.turn.of_offload_in_loss(one_chunk) if policy == "offload" else 0
         # Of frozen layers XLA gathers two turns early: no gradients wait for their reduction meanwhile.
@@ -176,14 +176,15 @@ class StepMemory(LayerPeak, AfterLayers):
         gathered tokens of a layer's experts and the gathered input of its attention are live for longer.
         """
         local = self.local
-        relaid = relaid_bytes(local, self.backend, self.overlap, self.combined)
+        relaid = relaid_bytes(local, self.backend, self.overlap, self.combined, self.program)
         again = recomputed(local.model, local.config.compute.remat)
         narrow, dots = eight_bits.applies(local), local.config.compute.remat.policy == "dots"
         if self.turn.in_order:
             return self._start_in_order(0 if dots else relaid)
         pieces = ring_keeps_update(local) and not narrow
         late = narrow and not self.program.transposes_float8 and not again.attention_update
-        short = again.mlp_update or self.waits or late if narrow else dots or pieces
+        constant = self.overlap and constant_costs.gradients_after_attention(local, self.program)
+        short = again.mlp_update or self.waits or late if narrow else dots or pieces or constant
         if relaid and narrow and not short:
             relaid += eight_bits.while_copied(local, again)
         if not relaid or self.turn.layers > 1 or not short:
@@ -197,7 +198,9 @@ class StepMemory(LayerPeak, AfterLayers):
         after = 3 * (local.hidden_bytes + local.stream_bytes) + 5 * local.cut_stream_bytes + 2 * (local.query_bytes + local.key_bytes)
         if pieces:
             after = 3 * local.hidden_bytes + 4 * local.stream_bytes + 2 * (local.query_bytes + local.key_bytes)
-        if narrow:
+        if constant:
+            after = constant_costs.while_copied(local, self.program)
+        elif narrow:
             after = eight_bits.after_mlp_any_layout(local, again) if late else eight_bits.after_mlp(local, waits=self.waits)
         after += relaid
         layer = self.backward(layers=self.turn.delayed_at_start)

@@ -1,0 +1,125 @@
+"""Layers over tensor where XLA's scheduler counts kernels with constants instead of measured times (`GpuProgram.measured_matmuls`).
+
+A collective lasts 5,000 units, a loop fusion or a call of a library 1,000, every other fusion 1, Triton's matmuls too
+(ApproximateLatencyEstimator, xla/service/latency_hiding_scheduler.cc). Matmuls thus hide nothing. The scheduler works from the end of a
+layer: first it puts all that is ready behind the gather of the next attention's input, until five counted kernels are there, and these are
+the weight gradients of the whole layer. What they are computed from is live until then. Read from heaps of A100s and GB200s (jax 0.10.2).
+Sizes are bytes of one device.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+
+from ridgeline.planner.hardware import GpuProgram
+from ridgeline.planner.local import LocalSizes
+from ridgeline.planner.recompute import in_scan, recomputed
+
+HIDES_GATHER = 5
+"""Counted kernels that are as long as a collective."""
+TILE = 128
+"""Rows and columns of a matmul's result that XLA gives to one core (xla/backends/gpu/transforms/splitk_rewriter.cc)."""
+SUMMED_AT_ONCE = 4096
+"""Rows that XLA sums in one kernel; of more it sums parts first (xla/service/gpu/reduction_utils.cc: ReductionDimensionRaceFreeBound)."""
+
+
+def applies(local: LocalSizes, program: GpuProgram) -> bool:
+    """Return whether alike layers in a loop gather their inputs, computed again, over tensor under this scheduler."""
+    config, model = local.config, local.model
+    alike = model.moe is None and model.layer_period == 1 and not local.adapted and not local.latent_bytes
+    plain = local.pipeline * local.context == 1 and in_scan(model, config.compute)
+    gathers = local.tensor > 1 and config.compute.tensor_overlap == "gather" and config.compute.remat.policy in ("full", "names", "dots")
+    return not program.measured_matmuls and alike and plain and gathers
+
+
+def gradients_after_attention(local: LocalSizes, program: GpuProgram) -> bool:
+    """Return whether nothing but the block's input is kept: all weight gradients of a layer come after attention's backward pass."""
+    return applies(local, program) and local.config.compute.remat.policy == "full"
+
+
+def stacks_input_late(local: LocalSizes, program: GpuProgram) -> bool:
+    """Return whether the last layer's input is written into the stack of block inputs after all that reads it: no copy of the stack.
+
+    Fusions of the last layer's backward pass read the old stack with that input in its place, last the norm before attention. The write
+    leads to no other collective, so it comes after all other kernels that are ready, the weight gradients: it is behind the next
+    attention's gather, which begins after that norm, where fewer kernels than hide it are counted. Where attention's update is kept, both
+    inputs of the next layer are gathered first, and attention's of the last layer, which the norm computes again, is gathered after them.
+
+    Where bfloat16 is added in float32, the gradient of the norm's weight reads the old stack by itself, if it is summed in one kernel. That
+    is a weight gradient as others.
+    """
+    if not applies(local, program) or _calls_library(local):
+        return False
+    by_itself = not program.adds_bfloat16 and local.tokens // local.tensor <= SUMMED_AT_ONCE
+    gathers = 1 if recomputed(local.model, local.config.compute.remat).attention_update else 2
+    return counted_kernels(local, program) < gathers * HIDES_GATHER and not by_itself
+
+
+def counted_kernels(local: LocalSizes, program: GpuProgram) -> int:
+    """Return how many kernels of a layer's weight gradients are counted as long ones.
+
+    The sum of a matmul that is split along its summed dim; the gradients of the biases of keys and values, as they are stacked; the input
+    of MLP down, computed again.
+    """
+    return _of_attention(local, program) + (3 if local.model.gated_mlp else 2) * _is_split(local, program, local.hidden_bytes) + 1
+
+
+def _calls_library(local: LocalSizes) -> bool:
+    """Return whether matmuls are calls of a library, of which each is counted: there are always enough."""
+    return local.config.precision.eight_bit or local.config.precision.block_scaled is not None
+
+
+def _of_attention(local: LocalSizes, program: GpuProgram) -> int:
+    """Return how many of `counted_kernels` belong to attention."""
+    keys, queries = (_is_split(local, program, size) for size in (local.key_bytes, local.query_bytes))
+    return 2 * keys + 2 * queries + 2 * local.model.attention_bias
+
+
+def _is_split(local: LocalSizes, program: GpuProgram, size: int) -> bool:
+    """Return whether XLA splits the matmul of the gradient of a weight with results of this size: its tiles are fewer than the cores."""
+    width = size // (local.tokens * local.compute_itemsize)
+    return ceil(width / TILE) * ceil(local.model.embed_dim / TILE) < program.cores
+
+
+def at_end_of_attention(local: LocalSizes, program: GpuProgram) -> tuple[int, int]:
+    """Return the sizes of hidden activations and of all others when attention's backward pass has summed the gradients of its input.
+
+    Of the MLP gate and up with their gradients. Of the whole sequence: the gradients of attention's input by queries, keys and values with
+    their sum, those of both results, the MLP's input, and attention's transposed; as it is too where a split matmul reads it.
+    `LayerPeak.backward` adds one stream in float32.
+    """
+    streams = 8 + _reads_gathered(local, program)
+    return _hidden(local), streams * local.stream_bytes + _heads(local) + (_sharded(program) - 2) * local.cut_stream_bytes
+
+
+def while_copied(local: LocalSizes, program: GpuProgram) -> int:
+    """Return what is live in the layer that comes first while XLA copies the stack of block inputs.
+
+    As in `at_end_of_attention`; the three gradients are gone, the layer's result and attention's update are there. Attention's input is not
+    transposed yet, but where the kernels of attention alone hide the gather.
+    """
+    streams = 5 + (1 + _reads_gathered(local, program)) * (_of_attention(local, program) >= HIDES_GATHER)
+    return _hidden(local) + streams * local.stream_bytes + _heads(local) + (_sharded(program) + 2) * local.cut_stream_bytes
+
+
+def _reads_gathered(local: LocalSizes, program: GpuProgram) -> bool:
+    """Return whether split matmuls read attention's input as it was gathered: not those of keys with biases."""
+    of_keys = _is_split(local, program, local.key_bytes) and not local.model.attention_bias
+    return of_keys or _is_split(local, program, local.query_bytes)
+
+
+def _hidden(local: LocalSizes) -> int:
+    """Return the size of gate and up and their gradients; without a gate of up and its gradient."""
+    return 2 * (2 if local.model.gated_mlp else 1) * local.hidden_bytes
+
+
+def _heads(local: LocalSizes) -> int:
+    """Return the size of attention's result and the gradients of queries, keys and values; with norms of queries and keys also the inputs
+    of these, and the halves of their results' gradients."""
+    normed = 2 * (local.query_bytes + local.key_bytes) if local.model.qk_norm else 0
+    return local.context_bytes + local.query_bytes + 2 * local.key_bytes + normed
+
+
+def _sharded(program: GpuProgram) -> int:
+    """Return the number of streams between blocks: the gradient; rounded ones too where bfloat16 is added in float32."""
+    return 1 if program.adds_bfloat16 else 3
