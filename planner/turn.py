@@ -129,6 +129,20 @@ class Turn:
         several = model.layer_period > 1 and (not self.recomputes or model.num_layers % model.layer_period > 0)
         return self.local.layer_matrices * self.local.weight_itemsize if several else 0
 
+    def cut_before_layers(self) -> int:
+        """Return the size of the parameters that an ordered turn with layers left over has been given before the loss; 0: no such turn.
+
+        With one microbatch the parameters of the whole turns are cut out of the stacks of all once per step, and those of MLP down and
+        attention out are transposed by the same kernel. Of the last turn and the layers left over, which are not in the loop, those for
+        the backward pass are cut with them, in the compute dtype (heap of Gemma 3 4B, data=8 x fsdp=4, names of gate and up).
+        """
+        local, layers = self.local, self.local.model.num_layers
+        if not (self.in_order and self.left_over) or self.in_loop:
+            return 0
+        outside = self.left_over + local.model.layer_period
+        size = (layers - self.left_over) * local.weight_itemsize + outside * local.compute_itemsize
+        return local.layer_matrices // layers * size
+
     def gradients_left_over(self) -> int:
         """Return the size of the unsharded gradients of the layers after the last whole turn, which wait while the turns run."""
         local = self.local
