@@ -48,7 +48,9 @@ class LayerPeak(LiveBuffers):
         at_mlp = 4 if policy in FROM_BLOCK_INPUTS and not kept else 3  # kept gate and up are read from the stacks
         of_attention = [] if kept else self._attention_before_mlp_gradients(attention)
         if self.turn.layers == 1 and not self.turn.in_order and not of_attention:
-            at_mlp += again.mlp_update  # the input of down, which is multiplied again for a norm of the result
+            # The input of down, which is multiplied again for a norm of the result. With one microbatch the gradient of gate is computed
+            # before that of up and takes the memory of up, which nothing else reads; in a loop it comes second.
+            at_mlp += again.mlp_update and (kept or self.in_loop)
         if self.overlap and recomputes and local.fsdp * local.tensor == 1:
             at_mlp += gates  # nothing to gather: the next layer is recomputed early
         at_end = 5 if 1 in (local.tensor, local.rows) else STREAMS_IN_FLIGHT

@@ -119,7 +119,7 @@ class StepMemory(LayerPeak, AfterLayers):
         elif recomputes_early and self.in_loop and self.combined and recomputed(local.model, local.config.compute.remat).mlp_update:
             # One microbatch: gate and up run after the loss, beside the sum of the loss over devices, which all gradients need.
             early += (2 if local.model.gated_mlp else 1) * local.hidden_bytes
-        early += self.turn.not_stacked(self.saved.bytes) + self.ring_zeros()
+        early += self.turn.not_stacked(self.saved.bytes) + self.turn.rotary_tables() + self.ring_zeros()
         if self.copies_in_loss:
             early += relaid_bytes(local, self.backend, self.overlap, self.combined) + local.hidden_bytes
         if self.turn.layers > 1 or self.turn.in_order:

@@ -143,6 +143,17 @@ class Turn:
         size = (layers - self.left_over) * local.weight_itemsize + outside * local.compute_itemsize
         return local.layer_matrices // layers * size
 
+    def rotary_tables(self) -> int:
+        """Return the size of the float32 cosines and sines of the kinds of layers, over tensor in two layouts.
+
+        Looked at only with one microbatch and layers left over (`cut_before_layers`; heap of Gemma 3 4B over tensor, `full`).
+        """
+        local, model = self.local, self.local.model
+        if not self.cut_before_layers() or model.position != "rope":
+            return 0
+        kinds = 1 if model.local_rope_theta is None else 2
+        return kinds * (2 if local.tensor > 1 else 1) * local.tokens * model.head_width * 4
+
     def gradients_left_over(self) -> int:
         """Return the size of the unsharded gradients of the layers after the last whole turn, which wait while the turns run."""
         local = self.local
