@@ -48,7 +48,9 @@ class LayerPeak(LiveBuffers):
         at_mlp = usual = 4 if policy in FROM_BLOCK_INPUTS and not kept else 3  # kept gate and up are read from the stacks
         of_attention = [] if kept else self._attention_before_mlp_gradients(attention)
         if self.turn.layers == 1 and not self.turn.in_order and not of_attention:
-            at_mlp += again.mlp_update  # the input of down, which is multiplied again for a norm of the result
+            # The input of down, which is multiplied again for a norm of the result. With one microbatch the gradient of gate is computed
+            # before that of up and takes the memory of up, which nothing else reads; in a loop it comes second.
+            at_mlp += again.mlp_update and (kept or self.in_loop)
         if self.overlap and recomputes and local.fsdp * local.tensor == 1:
             at_mlp += gates  # nothing to gather: the next layer is recomputed early
         at_end = 5 if 1 in (local.tensor, local.rows) else STREAMS_IN_FLIGHT
@@ -196,6 +198,8 @@ class LayerPeak(LiveBuffers):
         gradient of the layer's result, and inputs of attention, of the MLP and of its norm.
         """
         local = self.local
+        if self._offloads_after_norms:
+            return self._streams_after_norms()
         if not (self._plain_in_loop and (offloads_inputs(local) or self._reads_hidden_from_host)):
             return usual * local.stream_bytes
         attention = local.query_bytes + local.context_bytes + 2 * local.key_bytes
@@ -203,6 +207,27 @@ class LayerPeak(LiveBuffers):
         if self._reads_hidden_from_host:  # `backward` adds one stream in float32
             return attention + 4 * local.stream_bytes - 4 * local.tokens * local.model.embed_dim
         return attention + 4 * local.stream_bytes
+
+    @property
+    def _offloads_after_norms(self) -> bool:
+        """Whether values within blocks are in host memory, microbatches run in a loop, and norms follow attention and MLP."""
+        local, model, remat = self.local, self.local.model, self.local.config.compute.remat
+        alike = model.moe is None and model.layer_period == 1 and not local.adapted and not local.latent_bytes
+        plain = alike and local.config.precision.matmul == "compute" and local.tensor == 1
+        return plain and self.overlap and self.in_loop and model.norm_position == "post" and remat.offloads and not offloads_inputs(local)
+
+    def _streams_after_norms(self) -> int:
+        """Return the size of what is live in the MLP of a layer beside hidden activations, where `_offloads_after_norms`.
+
+        Inputs of attention and MLP, attention's result before its norm, and the gradients of the block's result and of the MLP's; what
+        attention's backward pass needs, with norms of queries and keys also their inputs (heaps of OLMo 2 1B, 7B and 13B). In that of 7B
+        with 262,144 tokens the final hidden states and the gradient of their norm's result are there too, which is not planned.
+        """
+        local = self.local
+        attention = local.query_bytes + local.key_bytes + local.value_bytes + local.context_bytes
+        attention += local.query_bytes + local.key_bytes if local.model.qk_norm else 0
+        # `backward` adds one stream in float32
+        return attention + 5 * local.stream_bytes - 4 * local.tokens * local.model.embed_dim
 
     def _attention_before_mlp_gradients(self, workspace: int) -> list[tuple[str, int, int, int, int, int]]:
         """Return the point in attention where a norm needs the result of down again and attention's update is kept.

@@ -106,18 +106,20 @@ class StepMemory(LayerPeak, AfterLayers):
             )
             # so in the heaps of Mixtral, Qwen3 and gpt-oss, not in those of DeepSeek
             trains_experts = local.model.moe is not None and not local.adapted and local.model.latent_attention is None
-            # and of Gemma 2 and 3 and OLMo 3 that recompute everything
+            # and of Gemma 2 and 3 and OLMo 3 that recompute everything, or gate and up where layers are left over, which write no stacks
             ordered = self.turn.in_order and not self.in_loop
-            if policy == "offload" or (policy == "full" and (local.fsdp == 1 or ordered)) or trains_experts:
+            late = policy == "full" or (policy == "names" and self.turn.left_over > 0)
+            if policy == "offload" or (policy == "full" and local.fsdp == 1) or (ordered and late) or trains_experts:
                 zeroed = 0  # they are zeroed after the loss
         # XLA recomputes the attention of the last layer early: a norm, queries and keys with and without rotation, values and the result
         recomputes_early = self.overlap and policy == "full" and not self.turn.in_order
         early = local.stream_bytes + 3 * local.query_bytes + 3 * local.key_bytes if recomputes_early else 0
         if self.turn.in_loss and policy == "full":  # of all layers of the last turn, and gate and up of the last layer
             early = self.turn.layers * early + (2 if local.model.gated_mlp else 1) * local.hidden_bytes
-        elif recomputes_early and self.combined and recomputed(local.model, local.config.compute.remat).mlp_update:
+        elif recomputes_early and self.in_loop and self.combined and recomputed(local.model, local.config.compute.remat).mlp_update:
+            # One microbatch: gate and up run after the loss, beside the sum of the loss over devices, which all gradients need.
             early += (2 if local.model.gated_mlp else 1) * local.hidden_bytes
-        early += self.turn.not_stacked(self.saved.bytes) + self.ring_zeros()
+        early += self.turn.not_stacked(self.saved.bytes) + self.turn.rotary_tables() + self.ring_zeros()
         if self.copies_in_loss:
             early += relaid_bytes(local, self.backend, self.overlap, self.combined, self.program) + local.hidden_bytes
         if self.turn.layers > 1 or self.turn.in_order:
@@ -130,7 +132,7 @@ class StepMemory(LayerPeak, AfterLayers):
         return {
             "activations": self.saved,
             "parameter_copies": Component(
-                self.layout_copies() + self.turn.kept_parameters() + gathered,
+                (self.turn.cut_before_layers() or self.layout_copies() + self.turn.kept_parameters()) + gathered,
                 "transposed parameters of MLP down and attention out"
                 + (", and the gathered weights of the last " + ("layer" if layers == 1 else f"{layers} layers") if gathered else ""),
             ),

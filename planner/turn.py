@@ -137,6 +137,31 @@ class Turn:
         several = model.layer_period > 1 and (not self.recomputes or model.num_layers % model.layer_period > 0)
         return self.local.layer_matrices * self.local.weight_itemsize if several else 0
 
+    def cut_before_layers(self) -> int:
+        """Return the size of the parameters that an ordered turn with layers left over has been given before the loss; 0: no such turn.
+
+        With one microbatch the parameters of the whole turns are cut out of the stacks of all once per step, and those of MLP down and
+        attention out are transposed by the same kernel. Of the last turn and the layers left over, which are not in the loop, those for
+        the backward pass are cut with them, in the compute dtype (heap of Gemma 3 4B, data=8 x fsdp=4, names of gate and up).
+        """
+        local, layers = self.local, self.local.model.num_layers
+        if not (self.in_order and self.left_over) or self.in_loop:
+            return 0
+        outside = self.left_over + local.model.layer_period
+        size = (layers - self.left_over) * local.weight_itemsize + outside * local.compute_itemsize
+        return local.layer_matrices // layers * size
+
+    def rotary_tables(self) -> int:
+        """Return the size of the float32 cosines and sines of the kinds of layers, over tensor in two layouts.
+
+        Looked at only with one microbatch and layers left over (`cut_before_layers`; heap of Gemma 3 4B over tensor, `full`).
+        """
+        local, model = self.local, self.local.model
+        if not self.cut_before_layers() or model.position != "rope":
+            return 0
+        kinds = 1 if model.local_rope_theta is None else 2
+        return kinds * (2 if local.tensor > 1 else 1) * local.tokens * model.head_width * 4
+
     def gradients_left_over(self) -> int:
         """Return the size of the unsharded gradients of the layers after the last whole turn, which wait while the turns run."""
         local = self.local
