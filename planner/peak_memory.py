@@ -47,7 +47,8 @@ class StepMemory(LayerPeak, AfterLayers):
         }
         if self.turn.layers > 1 and self.turn.pipelined and self.turn.recomputes:
             if delayed_experts.delays_turns(self.local):
-                points["first turns of the backward pass"] = self.first_turns()
+                if self.program.measured_matmuls:  # by constants, a few kernels cover the exchanges: weight gradients are not delayed
+                    points["first turns of the backward pass"] = self.first_turns()
             elif delayed_experts.reduces_late(self.local):
                 points["first turns of the backward pass"] = self.reductions_of_first_turns()
         if self.overlap:
@@ -192,7 +193,7 @@ class StepMemory(LayerPeak, AfterLayers):
             start = self.backward(relaid=relaid, layers=self.turn.delayed_at_start, delayed=delayed)
             if delayed and block_scaled.applies(local):
                 start |= {"gradients": Component(self.early_table(), "none yet: those of the first layers are delayed")}
-            return start | ({"loss": self.reduced_early()} if turn_waits and self.reduces_table_early else {})
+            return start | ({"loss": self.reduced_early()} if turn_waits and self.reduces_in_turn and self.reduces_table_early else {})
         after = 3 * (local.hidden_bytes + local.stream_bytes) + 5 * local.cut_stream_bytes + 2 * (local.query_bytes + local.key_bytes)
         if pieces:
             after = 3 * local.hidden_bytes + 4 * local.stream_bytes + 2 * (local.query_bytes + local.key_bytes)
