@@ -68,6 +68,16 @@ class LayerPeak(LiveBuffers):
                 ),
                 key=lambda point: sum(point[1:]),
             )
+        if self.overlap and eight_bits.of_experts(local):
+            matrices, in_experts = 2 * local.mlp_matrix * local.matrix_itemsize, eight_bits.in_experts(local, again)
+            return max(
+                (
+                    *(("its MLP", *sizes, matrices, 0, mask) for sizes in in_experts),
+                    ("its attention", in_experts[1][0] + local.row_bytes, 6 * stream, 0, 0, attention),
+                    ("its end", hidden, at_end * stream, 0, waiting + more, mask),
+                ),
+                key=lambda point: sum(point[1:]),
+            )
         if block_scaled.applies(local):
             matrices, end = 2 * local.mlp_matrix * local.matrix_itemsize, 0 if at_start else waiting + more
             return max(
