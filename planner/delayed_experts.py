@@ -9,6 +9,7 @@ jax 0.10.2). Sizes are bytes of one device.
 from __future__ import annotations
 
 from ridgeline.planner.local import LocalSizes
+from ridgeline.planner.recompute import recomputed
 
 TURNS = 3
 """Turns at the start of the backward pass that are not in the loop, which XLA unrolls by two, of an even number of them."""
@@ -36,7 +37,7 @@ def operands(local: LocalSizes) -> int:
 
     The inputs of attention and MLP, and the gradients of their results; in the rows of the experts the inputs, and the gradients of the
     results; of the hidden activations the gradients of gate and up and the input of down (with biases these gradients also padded, and gate
-    and up in place of that input). With norms of queries and keys, their inputs and gradients.
+    and up, where they are computed again, in place of that input). With norms of queries and keys, their inputs and gradients.
 
     Float8: one byte each but for the inputs of attention and MLP; gate and up of shared experts have their gradients in both layouts; the
     gradient of the norm before the MLP needs its input in float32 and the gradient of its result; queries are there before their norm too.
@@ -48,7 +49,8 @@ def operands(local: LocalSizes) -> int:
     normed = 2 * (local.query_bytes + local.key_bytes) if local.model.qk_norm else 0
     attention = local.query_bytes + 2 * local.key_bytes + local.context_bytes
     if not local.config.precision.eight_bit:
-        with_biases = (2 * gates - 1) * local.hidden_bytes if local.model.mlp_bias else 0
+        again = len({"gate", "up"} & recomputed(local.model, local.config.compute.remat).weights)
+        with_biases = (gates + again - 1) * local.hidden_bytes if local.model.mlp_bias else 0
         return hidden + with_biases + 2 * local.row_bytes + 4 * local.stream_bytes + attention + normed
     shared = moe.shared_experts * local.tokens * local.model.expert_width * local.compute_itemsize // local.tensor
     narrow = hidden + gates * shared + 2 * local.row_bytes + 2 * local.stream_bytes + 2 * attention

@@ -8,6 +8,8 @@ Sizes are bytes of one device.
 
 from __future__ import annotations
 
+from ridgeline.configs.remat import POLICIES
+from ridgeline.planner.experts import exchange_method
 from ridgeline.planner.hardware import GpuProgram
 from ridgeline.planner.local import LocalSizes
 from ridgeline.planner.recompute import Recomputed
@@ -165,3 +167,80 @@ def in_order_in_any_layout(local: LocalSizes) -> int:
     attention = local.query_bytes + local.key_bytes + local.value_bytes + local.context_bytes + one_byte(local, local.context_bytes)
     attention += local.query_bytes + local.key_bytes if model.qk_norm else 0
     return streams + attention - 4 * local.tokens * model.embed_dim
+
+
+def of_experts(local: LocalSizes) -> bool:
+    """Return whether layers, one in a turn, have experts with a capacity in 8 bits: batched matmuls, whose results cuBLASLt gives in
+    float32 and other kernels round. Without a capacity a kernel of this project rounds them."""
+    model, capacity = local.model, local.config.compute.experts.capacity_factor
+    alike = model.moe is not None and model.layer_period == 1 and not local.adapted and model.latent_attention is None
+    return alike and capacity is not None and local.config.precision.eight_bit
+
+
+def in_experts(local: LocalSizes, again: Recomputed) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return the sizes of hidden activations and of all others at two points in the experts of a layer.
+
+    First when the gradient of a hidden activation has been computed: it and one of gate and up are float32, as those are that are computed
+    again; in the compute dtype are the product of the other, and three results of the kernel that reads all. Then when the gradients of the
+    rows by gate and by up are there, float32: quantized are the gradients of gate and up, for their weight gradients, and in the compute
+    dtype the input of down. One kernel rounds and sums them for the tokens where it reads each row few times, else another rounds them
+    first (`rounds_rows`). At both points the rows are there in float8, their inputs and the gradients of their results.
+    """
+    hidden, rows = local.hidden_bytes, 2 * one_byte(local, local.row_bytes)
+    wide, gates = 4 // local.compute_itemsize, 2 if local.model.gated_mlp else 1
+    at_gradient = (4 + wide + wide * (len({"gate", "up"} & again.weights) - 1)) * hidden
+    rounded = local.row_bytes if rounds_rows(local) else local.slots * local.model.embed_dim * local.compute_itemsize
+    in_rows = gates * wide * local.row_bytes + rounded
+    beside = rows + beside_experts(local)
+    return (at_gradient, beside), (hidden + gates * one_byte(local, hidden), in_rows + beside)
+
+
+def rounds_rows(local: LocalSizes) -> bool:
+    """Return whether a kernel of its own rounds results of experts in float32 before they are summed for the tokens.
+
+    XLA fuses both where less is read and written then: each token reads a row for each of its experts. Reading float32 costs 4 bytes a
+    read; the other way costs 6 bytes a row (read float32, write 16 bits), and 2 bytes a read.
+    """
+    moe = local.model.moe
+    assert moe is not None
+    reads = local.slots * min(moe.experts_per_token, moe.experts // local.expert)
+    return reads >= 3 * local.expert_rows
+
+
+def beside_experts(local: LocalSizes) -> int:
+    """Return the size of what attention's backward pass needs, and of streams, while the experts run.
+
+    Queries, keys, values, with norms of queries and keys also their inputs, and the result in both dtypes; the gradient of the layer's
+    result and attention's update, sharded over tensor; the input of attention, in float8, over tensor in the compute dtype where it has
+    been gathered.
+    """
+    attention = local.query_bytes + 2 * local.key_bytes + local.context_bytes + one_byte(local, local.context_bytes)
+    attention += local.query_bytes + local.key_bytes if local.model.qk_norm else 0
+    gathered = local.stream_bytes if local.tensor > 1 else one_byte(local, local.stream_bytes)
+    return attention + 2 * local.cut_stream_bytes + gathered
+
+
+def sends_experts(local: LocalSizes) -> bool:
+    """Return whether tokens come to such experts by all_to_all: weight gradients cover these exchanges, and are not delayed."""
+    method = exchange_method(local.model.moe, local.config.compute.experts, {"expert": local.expert})
+    return of_experts(local) and method == "all_to_all"
+
+
+def next_attention(local: LocalSizes) -> int:
+    """Return the size of the attention of the next layer, and of its norm's input in float32, where that layer is recomputed while tokens
+    are exchanged by all_to_all in the layers before the loop."""
+    if not sends_experts(local) or not POLICIES[local.config.compute.remat.policy].recomputes_block:
+        return 0
+    return beside_experts(local) + 4 // local.compute_itemsize * local.cut_stream_bytes
+
+
+def pending_experts(local: LocalSizes) -> int:
+    """Return the size of what the delayed weight gradients of a layer are computed from, and of its norm's input in float32.
+
+    Float8: the rows' inputs and the gradients of their results, gradients of gate and up, the input of down; of attention its input, the
+    gradient of its update, its result, and the gradients of queries, keys and values.
+    """
+    gates = 2 if local.model.gated_mlp else 1
+    narrow = 2 * local.row_bytes + (gates + 1) * local.hidden_bytes + 2 * local.stream_bytes
+    narrow += local.context_bytes + local.query_bytes + 2 * local.key_bytes
+    return one_byte(local, narrow) + 4 // local.compute_itemsize * local.cut_stream_bytes

@@ -74,6 +74,16 @@ class LayerPeak(LiveBuffers):
                 ),
                 key=lambda point: sum(point[1:]),
             )
+        if self.overlap and eight_bits.of_experts(local):
+            matrices, in_experts = 2 * local.mlp_matrix * local.matrix_itemsize, eight_bits.in_experts(local, again)
+            return max(
+                (
+                    *(("its MLP", *sizes, matrices, 0, mask) for sizes in in_experts),
+                    ("its attention", in_experts[1][0] + local.row_bytes, 6 * stream, 0, 0, attention),
+                    ("its end", hidden, at_end * stream, 0, waiting + more, mask),
+                ),
+                key=lambda point: sum(point[1:]),
+            )
         if eight_bits.in_any_layout(local, self.program):
             of_mlp, others = eight_bits.mlp_in_any_layout(local, again, at_start=at_start)
             of_mlp += (at_mlp - usual) * hidden + eight_bits.separate_activation(local, again, self.program)

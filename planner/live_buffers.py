@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from ridgeline.configs.remat import zeroes_embedding_early
-from ridgeline.planner import block_scaled
+from ridgeline.planner import block_scaled, delayed_experts
 from ridgeline.planner.activations import Component
 from ridgeline.planner.hardware import GpuProgram
 from ridgeline.planner.local import LocalSizes
@@ -293,7 +293,8 @@ class LiveBuffers:
         """
         several = self.turn.layers > 1 and self.reduces_in_turn
         ordered = self.turn.in_order and not self.local.model.tie_embeddings
-        early = self.delays_experts or several or ordered or self.scatters_scaled
+        sends = self.turn.layers > 1 and delayed_experts.delays_turns(self.local)
+        early = self.delays_experts or several or ordered or sends or self.scatters_scaled
         return early and self.reduced and not self.in_loop and self.local.model.latent_attention is None
 
     def reduced_early(self) -> Component:

@@ -47,7 +47,8 @@ class StepMemory(LayerPeak, AfterLayers):
         }
         if self.turn.layers > 1 and self.turn.pipelined and self.turn.recomputes:
             if delayed_experts.delays_turns(self.local):
-                points["first turns of the backward pass"] = self.first_turns()
+                if self.program.measured_matmuls:  # by constants, a few kernels cover the exchanges: weight gradients are not delayed
+                    points["first turns of the backward pass"] = self.first_turns()
             elif delayed_experts.reduces_late(self.local):
                 points["first turns of the backward pass"] = self.reductions_of_first_turns()
         if self.overlap:
@@ -57,7 +58,7 @@ class StepMemory(LayerPeak, AfterLayers):
             if self.reduces_at_end:
                 points["reductions after the layers"] = self.reductions_after_layers()
         if self.delays_experts:
-            if self.local.context == 1 and not self.waits:  # over context their gradients are summed too, and are not delayed
+            if self.local.context == 1 and not self.waits and not eight_bits.sends_experts(self.local):  # over context their gradients are summed too, and are not delayed
                 points["first layers of the backward pass"] = self.first_layers()
             if self.reduced:
                 points["reductions of the first layers"] = self.reductions_of_first_layers()
@@ -196,7 +197,7 @@ class StepMemory(LayerPeak, AfterLayers):
             start = self.backward(relaid=relaid, layers=self.turn.delayed_at_start, delayed=delayed)
             if delayed and block_scaled.applies(local):
                 start |= {"gradients": Component(self.early_table(), "none yet: those of the first layers are delayed")}
-            return start | ({"loss": self.reduced_early()} if turn_waits and self.reduces_table_early else {})
+            return start | ({"loss": self.reduced_early()} if turn_waits and self.reduces_in_turn and self.reduces_table_early else {})
         after = 3 * (local.hidden_bytes + local.stream_bytes) + 5 * local.cut_stream_bytes + 2 * (local.query_bytes + local.key_bytes)
         if pieces:
             after = 3 * local.hidden_bytes + 4 * local.stream_bytes + 2 * (local.query_bytes + local.key_bytes)
@@ -325,6 +326,8 @@ class StepMemory(LayerPeak, AfterLayers):
         if local.tensor > 1 and self.turn.recomputes and not capacity:
             delayed -= local.hidden_bytes + 2 * local.row_bytes
         working = delayed + 2 * local.row_bytes + SLOTS_IN_FLIGHT * local.slot_bytes + STREAMS_IN_FLIGHT * local.stream_bytes
+        if eight_bits.of_experts(local):
+            working = eight_bits.pending_experts(local) + self._in_narrow_experts()
         working += self.turn.zeroed_slots() if local.model.moe_layers > DELAYED else 0  # of the layers to come
         working += self.recomputed_attention() + self.outside.activations
         return {
@@ -389,6 +392,13 @@ class StepMemory(LayerPeak, AfterLayers):
             ),
         }
 
+    def _in_narrow_experts(self) -> int:
+        """Return what is live in the experts of a layer in 8 bits with a capacity, with its norm's input in float32 (eight_bits)."""
+        local = self.local
+        sizes = eight_bits.in_experts(local, recomputed(local.model, local.config.compute.remat))
+        of_block = (4 // local.compute_itemsize + offloads_inputs(local)) * local.cut_stream_bytes
+        return max(map(sum, sizes)) + of_block
+
     def reductions_of_first_layers(self) -> Components:
         """Return what is live in the backward pass of the third layer of experts, the last one before the loop over layers.
 
@@ -404,6 +414,8 @@ class StepMemory(LayerPeak, AfterLayers):
         at_mlp = 4 if POLICIES[local.config.compute.remat.policy].recomputes_block else 3
         in_mlp = at_mlp * local.hidden_bytes + 4 * local.row_bytes + SLOTS_IN_FLIGHT * local.slot_bytes
         in_mlp += STREAMS_IN_FLIGHT * local.stream_bytes
+        if eight_bits.of_experts(local):
+            in_mlp = self._in_narrow_experts() + eight_bits.next_attention(local)
         # Latent attention of the next layer needs its weights while the gradients of this one wait.
         gathered, streams = self.gathered_layer() + self.outside.weights, 5 if latent else 3
         points = {
