@@ -308,6 +308,7 @@ class LayerPeak(LiveBuffers):
         if self.turn.in_order and local.tensor > 1:
             return [("its MLP", others + hidden, streams, matrices, down, mask) for hidden, streams in self._mlp_in_order(of_mlp)]
         if self.turn.reads_any_layout:
+            of_mlp += eight_bits.separate_activation(local, recomputed(model, local.config.compute.remat), self.program)
             return [("its MLP", others + of_mlp, eight_bits.in_order_in_any_layout(local), matrices, down, mask)]
         streams = 6 * local.stream_bytes + local.query_bytes + local.context_bytes + 2 * local.key_bytes
         if self.turn.in_order and not narrow:

@@ -230,8 +230,9 @@ class StepMemory(LayerPeak, AfterLayers):
 
         What the last turn kept is not in the stacks yet. Where inputs of matmuls are computed from the block's, the second layer needs
         most, in which what two layers kept is freed; with layers left over, these are the two. Where a layer waits for its input from host
-        memory and 8-bit matmuls are short, those of two layers are pending. In the turn before the last one, what all of these kept is
-        freed, and one more layer's weight gradients are pending.
+        memory and 8-bit matmuls are short, those of two layers are pending; not where operands are read in any layout (heaps of OLMo 3 7B
+        on B200s and Gemma 3 12B on GB200s). In the turn before the last one, what all of these kept is freed, and one more layer's weight
+        gradients are pending.
 
         relaid: of stacks that are copied to another layout, where each kind of layers has its own. A copy is made as the value of the last
         turn is written into it, in the backward pass of that layer: until then these values are not freed. Where no layer is recomputed,
@@ -241,7 +242,7 @@ class StepMemory(LayerPeak, AfterLayers):
         kept = self.saved.bytes // layers
         second_layer = self.local.config.compute.remat.policy in FROM_BLOCK_INPUTS
         freed = 2 * kept if second_layer else min(0, kept - relaid // self.local.model.layer_period)
-        waits = second_layer and offloads_inputs(self.local) and self.local.config.precision.eight_bit
+        waits = second_layer and offloads_inputs(self.local) and self.local.config.precision.eight_bit and not self.turn.reads_any_layout
         first = self.backward(layers=int(second_layer) + waits)
         first |= {"activations": replace(self.saved, bytes=self.saved.bytes + self.turn.not_stacked(self.saved.bytes) - freed)}
         if not self.turn.left_over:

@@ -245,7 +245,9 @@ class Turn:
         if local.config.precision.eight_bit and (self.layers > 1 or self.in_order) and local.model.moe is None:
             operands = hidden + 4 * local.stream_bytes + local.query_bytes + 2 * local.key_bytes
             if self.reads_any_layout:
-                return (operands + local.context_bytes) // local.compute_itemsize + normed
+                # with scales of earlier steps quantization waits for no largest magnitude, and is no part of the norm's kernel
+                of_norm = 2 * local.stream_bytes if local.config.precision.matmul == "fp8_delayed" else 0
+                return (operands + local.context_bytes) // local.compute_itemsize + of_norm + normed
             if self.in_order and local.tensor > 1:  # inputs are gathered in the compute dtype, and the norm's inputs are sharded
                 inputs = 2 * local.stream_bytes - 2 * local.stream_bytes // local.compute_itemsize
                 return operands // local.compute_itemsize + inputs + local.context_bytes + 2 * local.cut_stream_bytes + normed

@@ -589,6 +589,16 @@ CLOSE = {
     ("models/qwen2.5-32b", "names"): {START: 0.012, BACKWARD: 0.025, WHOLE: 0.012},
     ("models/llama-2-13b", "full"): {START: 0.03, BACKWARD: 0.02, WHOLE: 0.012},
     ("models/qwen3-8b", "none", "tensor"): {START: 0.015, BACKWARD: 0.025, WHOLE: 0.035},
+    ("models/mistral-nemo-12b", "offload", "dgx-b200"): {START: 0.012, BACKWARD: 0.012, LAST: 0.012, WHOLE: 0.012},
+    ("models/llama-3.1-8b", "full", "dgx-b200"): {START: 0.045, BACKWARD: 0.03, WHOLE: 0.012},
+    ("models/llama-3.1-8b", "names", "dgx-b200"): {START: 0.035, BACKWARD: 0.045, WHOLE: 0.025},
+    ("models/llama-3.1-8b", "names", "gb200-nvl72"): {START: 0.012, BACKWARD: 0.025, WHOLE: 0.012},
+    ("models/llama-3.1-8b", "offload", "dgx-b200"): {BACKWARD: 0.03, WHOLE: 0.012},
+    ("models/llama-3.1-8b", "dots", "gb200-nvl72"): {START: 0.012, BACKWARD: 0.03, WHOLE: 0.012},
+    ("models/llama-3.2-3b", "offload", "gb200-nvl72"): {START: 0.012, BACKWARD: 0.012, LAST: 0.012, WHOLE: 0.012},
+    ("models/gemma3-12b", "offload", "gb200-nvl72"): {START: 0.015, BACKWARD: 0.012, WHOLE: 0.012},
+    ("models/olmo3-7b", "full", "dgx-b200"): {START: 0.035, BACKWARD: 0.025, WHOLE: 0.012},
+    ("models/qwen3-14b", "full", "dgx-b200"): {BACKWARD: 0.035, WHOLE: 0.015},
 }
 """Model and policy, and where several have both the length of the rows or a mesh with tensor -> points whose sum of components is planned
 closely, and how closely; at other points of these steps less is live than planned, or the plan is known to be off."""
