@@ -133,6 +133,7 @@ def test_float32_matmuls_run_in_tf32_by_default():
 def test_programs_differ_between_generations():
     assert {device.generation for device in catalog() if not device.program.adds_bfloat16} == {"ampere"}
     assert {device.generation for device in catalog() if not device.program.transposes_float8} == {"blackwell"}
+    assert all(device.program.cores == device.cores for device in catalog() if device.target)
     assert hardware("h100-sxm").program == hardware("mi300x").program == GpuProgram()
 
 
