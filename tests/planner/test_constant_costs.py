@@ -31,6 +31,8 @@ COMPILED = [
     ("qwen2.5-1.5b", "a100-80gb", 16, 16384, 32, 2, [], True),
     ("qwen2.5-14b", "gb200", 4, 8192, 8, 2, [], False),
     ("qwen2.5-14b", "a100-80gb", 4, 8192, 8, 2, [], False),
+    # biases, and the input of MLP down is not computed again for the weight gradients
+    ("glm4-9b", "a100-80gb", 4, 8192, 8, 2, [], False),
     # one kernel for the gradient of a norm's weight
     ("llama-3.1-70b", "gb200", 4, 4096, 4, 8, [], False),
     ("llama-3.1-70b", "a100-80gb", 4, 4096, 4, 8, [], True),
@@ -46,6 +48,7 @@ COMPILED = [
     ("llama-3.1-70b", "gb200", 16, 2048, 4, 8, ["compute.remat.policy=names", f"compute.remat.names={ATTENTION}"], False),
     ("llama-2-7b", "a100-80gb", 4, 4096, 32, 2, ["compute.remat.policy=dots"], False),
     ("qwen2.5-7b", "a100-80gb", 16, 1024, 64, 2, ["compute.remat.policy=dots"], False),
+    ("qwen2.5-7b", "a100-80gb", 8, 8192, 8, 2, ["compute.remat.policy=names", f"compute.remat.names={ATTENTION}"], False),
     ("llama-3.2-3b", "gb200", 16, 4096, 2, 2, ["compute.remat.policy=offload", "compute.remat.names=[query,mlp_up]"], True),
 ]
 """Compiled with jax 0.10.2 and all flags of a run, most with 16 layers."""
