@@ -110,8 +110,8 @@ def _reads_gathered(local: LocalSizes, program: GpuProgram) -> bool:
 
 
 def _hidden(local: LocalSizes) -> int:
-    """Return the size of gate and up and their gradients, without a gate of up and its gradient; the input of down is there in place of gate
-    and up where a norm of the MLP's result needed it."""
+    """Return the size of gate and up and their gradients, without a gate of up and its gradient; the input of down is there instead of
+    gate and up where a norm of the MLP's result needed it."""
     gates = 2 if local.model.gated_mlp else 1
     return (gates + (1 if _norm_after(local) else gates)) * local.hidden_bytes
 
