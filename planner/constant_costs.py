@@ -59,9 +59,10 @@ def counted_kernels(local: LocalSizes, program: GpuProgram) -> int:
     """Return how many kernels of a layer's weight gradients are counted as long ones.
 
     The sum of a matmul that is split along its summed dim; the gradients of the biases of keys and values, as they are stacked; the input
-    of MLP down, computed again.
+    of MLP down, computed again, unless a norm of the MLP's result needed that result before.
     """
-    return _of_attention(local, program) + (3 if local.model.gated_mlp else 2) * _is_split(local, program, local.hidden_bytes) + 1
+    multiplies = not _norm_after(local)
+    return _of_attention(local, program) + (3 if local.model.gated_mlp else 2) * _is_split(local, program, local.hidden_bytes) + multiplies
 
 
 def _calls_library(local: LocalSizes) -> bool:
@@ -89,7 +90,7 @@ def at_end_of_attention(local: LocalSizes, program: GpuProgram) -> tuple[int, in
     `LayerPeak.backward` adds one stream in float32.
     """
     streams = 8 + _reads_gathered(local, program)
-    return _hidden(local), streams * local.stream_bytes + _heads(local) + (_sharded(program) - 2) * local.cut_stream_bytes
+    return _hidden(local), streams * local.stream_bytes + _heads(local) + (_sharded(local, program) - 2) * local.cut_stream_bytes
 
 
 def while_copied(local: LocalSizes, program: GpuProgram) -> int:
@@ -99,7 +100,7 @@ def while_copied(local: LocalSizes, program: GpuProgram) -> int:
     transposed yet, but where the kernels of attention alone hide the gather.
     """
     streams = 5 + (1 + _reads_gathered(local, program)) * (_of_attention(local, program) >= HIDES_GATHER)
-    return _hidden(local) + streams * local.stream_bytes + _heads(local) + (_sharded(program) + 2) * local.cut_stream_bytes
+    return _hidden(local) + streams * local.stream_bytes + _heads(local) + (_sharded(local, program) + 2) * local.cut_stream_bytes
 
 
 def _reads_gathered(local: LocalSizes, program: GpuProgram) -> bool:
@@ -109,8 +110,10 @@ def _reads_gathered(local: LocalSizes, program: GpuProgram) -> bool:
 
 
 def _hidden(local: LocalSizes) -> int:
-    """Return the size of gate and up and their gradients; without a gate of up and its gradient."""
-    return 2 * (2 if local.model.gated_mlp else 1) * local.hidden_bytes
+    """Return the size of gate and up and their gradients, without a gate of up and its gradient; the input of down is there instead of
+    gate and up where a norm of the MLP's result needed it."""
+    gates = 2 if local.model.gated_mlp else 1
+    return (gates + (1 if _norm_after(local) else gates)) * local.hidden_bytes
 
 
 def _heads(local: LocalSizes) -> int:
@@ -120,6 +123,12 @@ def _heads(local: LocalSizes) -> int:
     return local.context_bytes + local.query_bytes + 2 * local.key_bytes + normed
 
 
-def _sharded(program: GpuProgram) -> int:
-    """Return the number of streams between blocks: the gradient; rounded ones too where bfloat16 is added in float32."""
-    return 1 if program.adds_bfloat16 else 3
+def _sharded(local: LocalSizes, program: GpuProgram) -> int:
+    """Return the number of streams between blocks: the gradient, and where norms follow, the one that they are added to; rounded ones where
+    bfloat16 is added in float32."""
+    return 1 + _norm_after(local) + (0 if program.adds_bfloat16 else 2)
+
+
+def _norm_after(local: LocalSizes) -> bool:
+    """Return whether a norm follows the MLP, so that its result is computed again."""
+    return recomputed(local.model, local.config.compute.remat).mlp_update

@@ -122,6 +122,9 @@ class StepMemory(LayerPeak, AfterLayers):
             # One microbatch: gate and up run after the loss, beside the sum of the loss over devices, which all gradients need.
             early += (2 if local.model.gated_mlp else 1) * local.hidden_bytes
         early += self.turn.not_stacked(self.saved.bytes) + self.turn.rotary_tables() + self.ring_zeros()
+        if self.overlap and policy == "dots" and constant_costs.stacks_input_late(local, self.program):
+            # nor is what the last layer keeps beside residual streams in the stacks yet
+            early += sum(count * size for count, size in saved_arrays(local, self.backend)[1:])
         if self.copies_in_loss:
             early += relaid_bytes(local, self.backend, self.overlap, self.combined, self.program) + local.hidden_bytes
         if self.turn.layers > 1 or self.turn.in_order:

@@ -134,6 +134,7 @@ def test_programs_differ_between_generations():
     assert {device.generation for device in catalog() if not device.program.adds_bfloat16} == {"ampere"}
     assert {device.generation for device in catalog() if not device.program.transposes_float8} == {"blackwell"}
     assert {device.name for device in catalog() if device.target and not device.program.repeats_activation} == {"b200", "b300"}
+    assert all(device.program.cores == device.cores for device in catalog() if device.target)
     assert hardware("h100-sxm").program == hardware("mi300x").program == GpuProgram()
 
 
