@@ -27,11 +27,10 @@ computes the gradient of the norm's weights, which is not delayed then."""
 def applies(local: LocalSizes) -> bool:
     """Return whether the layers, all of one kind, have block-scaled matmuls and the backward pass runs blocks again.
 
-    There is no mesh.tensor, mesh.context or expert with such matmuls. With nvfp4, dots are kept in float32: no heap of it was read.
+    There is no mesh.tensor, mesh.context or expert with such matmuls.
     """
-    policy, format = local.config.compute.remat.policy, local.config.precision.block_scaled
-    alike = local.model.layer_period == 1 and not local.adapted and format is not None
-    return alike and POLICIES[policy].recomputes_block and (policy, format) != ("dots", "nvfp4")
+    recomputes = POLICIES[local.config.compute.remat.policy].recomputes_block
+    return local.config.precision.block_scaled is not None and local.model.layer_period == 1 and not local.adapted and recomputes
 
 
 def scales(local: LocalSizes, size: int) -> int:
