@@ -27,11 +27,10 @@ computes the gradient of the norm's weights, which is not delayed then."""
 def applies(local: LocalSizes) -> bool:
     """Return whether the layers, all of one kind, have block-scaled matmuls and the backward pass runs blocks again.
 
-    There is no mesh.tensor, mesh.context or expert with such matmuls. With nvfp4, dots are kept in float32: no heap of it was read.
+    There is no mesh.tensor, mesh.context or expert with such matmuls.
     """
-    policy, format = local.config.compute.remat.policy, local.config.precision.block_scaled
-    alike = local.model.layer_period == 1 and not local.adapted and format is not None
-    return alike and POLICIES[policy].recomputes_block and (policy, format) != ("dots", "nvfp4")
+    recomputes = POLICIES[local.config.compute.remat.policy].recomputes_block
+    return local.config.precision.block_scaled is not None and local.model.layer_period == 1 and not local.adapted and recomputes
 
 
 def scales(local: LocalSizes, size: int) -> int:
@@ -64,10 +63,12 @@ def in_mlp(local: LocalSizes, again: Recomputed, *, at_start: bool) -> tuple[int
     a norm needs the result of down again, the input of down is there before, and is no result of the kernel: one of gate and up is float32.
 
     Others: the gradient of the stream, the input of the MLP's norm, and in one byte the input of the MLP and the gradient of its result;
-    attention's, where its update is recomputed, else what the loop cuts out of the stacks: the input of the block, keys and values. Where
-    norms follow attention and MLP: attention's update is in place of the input of the MLP's norm, and the MLP's update; the first gradient
-    of the stream is float32 where it is written (SUMMED_TOKENS), else computed from that of the loss. Attention's: also the inputs of norms
-    of queries and keys; without a norm before it, its input in one byte.
+    attention's, where its update is recomputed, else what the loop cuts out of the stacks: the input of the block, keys and values; the
+    inputs of norms of queries and keys.
+
+    Norms after attention and MLP: attention's update is in place of the input of the MLP's norm, and the MLP's update is there. The first
+    gradient of the stream is float32 where it is written (SUMMED_TOKENS), else computed from that of the loss. Without a norm before
+    attention its input is also there in one byte.
     """
     gates = 2 if local.model.gated_mlp else 1
     kept = gates - len({"gate", "up"} & again.weights)

@@ -606,9 +606,18 @@ CLOSE = {
     ("models/gemma3-12b", "offload", "gb200-nvl72"): {START: 0.015, BACKWARD: 0.012, WHOLE: 0.012},
     ("models/olmo3-7b", "full", "dgx-b200"): {START: 0.035, BACKWARD: 0.025, WHOLE: 0.012},
     ("models/qwen3-14b", "full", "dgx-b200"): {BACKWARD: 0.035, WHOLE: 0.015},
+    ("models/olmo2-1b", "full"): {START: 0.012, BACKWARD: 0.018, WHOLE: 0.015},
+    ("models/olmo2-7b", "full", 4096): {START: 0.015, WHOLE: 0.012},
+    ("models/llama-3.1-8b", "full", 4096): {START: 0.035, BACKWARD: 0.018, LAST: 0.035, WHOLE: 0.025},
+    ("models/qwen3-1.7b", "full", 4096): {START: 0.015, BACKWARD: 0.022, LAST: 0.018, WHOLE: 0.012},
+    ("models/llama-3.1-8b", "names", "data"): {START: 0.012, BACKWARD: 0.012, WHOLE: 0.012},
+    ("models/llama-3.1-8b", "dots", 4096): {START: 0.015, BACKWARD: 0.012, WHOLE: 0.012},
+    ("models/mistral-nemo-12b", "dots"): {START: 0.012, WHOLE: 0.012},
+    ("models/olmo2-7b", "attention-only"): {START: 0.012, BACKWARD: 0.018, WHOLE: 0.012},
+    ("models/olmo2-13b", "attention-only"): {START: 0.015, BACKWARD: 0.025, WHOLE: 0.022},
 }
-"""Model and policy, and where several have both the length of the rows or a mesh with tensor -> points whose sum of components is planned
-closely, and how closely; at other points of these steps less is live than planned, or the plan is known to be off."""
+"""Model and policy, and where several have both the length of the rows or a mesh with tensor or data -> points whose sum of components is
+planned closely, and how closely; at other points of these steps less is live than planned, or the plan is known to be off."""
 
 
 def test_the_components_at_a_point_sum_to_the_heap_there():
@@ -621,6 +630,7 @@ def test_the_components_at_a_point_sum_to_the_heap_there():
             (*key, case.get("cluster", "")),
             (*key, resolved.data.seq_len),
             (*key, "tensor" if "tensor" in case["mesh"] else ""),
+            (*key, "data" if "data" in case["mesh"] else ""),
         )
         key = next((longer for longer in several if longer in CLOSE), key)
         local = LocalSizes.of(resolved, dict.fromkeys(MESH_AXES, 1) | case["mesh"])
