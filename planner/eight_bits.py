@@ -47,8 +47,9 @@ def in_mlp(local: LocalSizes, again: Recomputed) -> tuple[int, int]:
 def in_mlp_any_layout(local: LocalSizes, again: Recomputed, *, waits: bool) -> tuple[int, int]:
     """As `in_mlp`, for devices that read float8 arrays in any layout (hidden activations: `mlp_in_any_layout`).
 
-    Others: the gathered inputs of attention and MLP, which are quantized after the gather, and the gradient of the MLP's update in float8;
-    or the gradient of the MLP's input by up, in place of the other half of that. Of attention what `in_mlp` has, where it is recomputed.
+    Others: the gathered inputs of attention and MLP, which are quantized after the gather, and the gradient of the MLP's update in float8.
+    Where attention is recomputed, of it what `in_mlp` has; where not, most is live a kernel later, with the gradient of the MLP's input by
+    up (counted here as half a stream, since half a hidden activation is gone).
 
     waits: the layer is recomputed when the gradient of its result is there. Kept gate and up are then cut out of the stacks before the
     kernel that reads them, in which the input of down is one result more; attention is recomputed after it.
