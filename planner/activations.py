@@ -101,8 +101,8 @@ def saved_arrays(local: LocalSizes, backend: str) -> list[tuple[int, int]]:
         own_layout = local.context_bytes if backend == "chunked" or exchanged else 0
         return [*kept, (1, own_layout), (1, local.softmax_bytes), (1, _scores_saved(local, backend))]
     if policy == "dots":
-        # a ring's matmul with a scattered result is one matmul per chunk, and each is kept
-        scattered = local.tensor if local.tensor > 1 and config.compute.tensor_overlap == "ring" else 0
+        # a ring's matmul with a scattered result is one matmul per chunk, and each is kept; their sum is no result of a matmul
+        scattered = local.tensor - 1 if local.tensor > 1 and config.compute.tensor_overlap == "ring" else 0
         # results of 4-bit matmuls are float32 until they are multiplied by the scales of their tensors
         wide = 4 // local.compute_itemsize if config.precision.matmul == "nvfp4" else 1
         if local.latent_bytes:

@@ -21,6 +21,12 @@ SLOTS_IN_FLIGHT = 2
 FROM_BLOCK_INPUTS = ("full", "names", "offload")
 """Policies with which the backward pass computes the inputs of MLP down again."""
 
+FEW_TOKENS = 2**16
+"""Tokens of a device and microbatch up to which one kernel computes the gradients of the final norm's scale and input.
+
+Bounds from heaps of OLMo 2 1B: so with 65,536, in rows of 8,192 and 32,768; not with 131,072, in rows of 16,384 and 32,768.
+"""
+
 
 @dataclass(frozen=True)
 class LayerPeak(LiveBuffers):
@@ -202,14 +208,15 @@ class LayerPeak(LiveBuffers):
         """Return the size of what is live in the MLP of a layer beside hidden activations, where `_offloads_after_norms`.
 
         Inputs of attention and MLP, attention's result before its norm, and the gradients of the block's result and of the MLP's; what
-        attention's backward pass needs, with norms of queries and keys also their inputs (heaps of OLMo 2 1B, 7B and 13B). In that of 7B
-        with 262,144 tokens the final hidden states and the gradient of their norm's result are there too, which is not planned.
+        attention's backward pass needs, with norms of queries and keys also their inputs. With many tokens the gradient of the final
+        norm's scale is no result of the kernel that reads the final hidden states and their gradient first, and nothing waits for it:
+        the two are there until the layers are done (heaps of OLMo 2 1B, 7B and 13B).
         """
         local = self.local
         attention = local.query_bytes + local.key_bytes + local.value_bytes + local.context_bytes
         attention += local.query_bytes + local.key_bytes if local.model.qk_norm else 0
         # `backward` adds one stream in float32
-        return attention + 5 * local.stream_bytes - 4 * local.tokens * local.model.embed_dim
+        return attention + (5 + (2 if local.tokens > FEW_TOKENS else 0)) * local.stream_bytes - 4 * local.tokens * local.model.embed_dim
 
     def _attention_before_mlp_gradients(self, workspace: int) -> list[tuple[str, int, int, int, int, int]]:
         """Return the point in attention where a norm needs the result of down again and attention's update is kept.
