@@ -203,9 +203,10 @@ def relaid_bytes(local: LocalSizes, backend: str, overlap: bool, combined: bool)
     With tensor and several rows, a residual stream that was gathered or scattered along the sequence has another layout: the gathered
     stream where it is saved, else (when loops are unrolled for overlap) the block input. With dots (and combined collectives) the stack of
     a residual stream is copied before the last layer is written into it, as the first kernels of the backward pass read the old one, and
-    with norms of results a second one (heap of OLMo 2 7B); small models copy both. Where a whole block waits for its gradient nothing reads its input an iteration earlier, and the stack is written in
-    the layout in which it is read (heaps of Llama 3.1 8B, Qwen3 8B and Mistral Nemo 12B). Attention that stores scores transposes them,
-    and so do grouped matmuls of experts in 8 bits what they saved.
+    with norms of results, or the pieces of a ring, a second one (heaps of OLMo 2 7B, Llama 3.1 8B); small models copy both. Where a whole
+    block waits for its gradient nothing reads its input an iteration earlier, and the stack is written in the layout in which it is read
+    (heaps of Llama 3.1 8B, Qwen3 8B and Mistral Nemo 12B). Attention that stores scores transposes them, and so do grouped matmuls of
+    experts in 8 bits what they saved.
     """
     policy, layers = local.config.compute.remat.policy, local.model.num_layers
     relaid = 0
@@ -219,7 +220,8 @@ def relaid_bytes(local: LocalSizes, backend: str, overlap: bool, combined: bool)
         relaid = layers * local.stream_bytes * (2 if local.fsdp == 1 and overlap else 1)
     elif between and (ring or policy != "dots" or combined) and local.fsdp > 1 and overlap and not offloads_inputs(local):
         # a ring scatters attention's update piece by piece: where it is kept, it is copied too
-        stacks = 2 if ring_keeps_update(local) or (policy == "dots" and not ring and local.model.norm_position != "pre") else 1
+        several = policy == "dots" and (ring or local.model.norm_position != "pre")
+        stacks = 2 if ring_keeps_update(local) or several else 1
         relaid = 0 if block_waits else layers * local.cut_stream_bytes * stacks
     if local.latent_bytes and local.ring and policy == "dots":
         relaid += layers * local.up_bytes  # keys and values from latents, as the ring reads them (heap of DeepSeek V2 Lite)
