@@ -105,8 +105,8 @@ def saved_arrays(local: LocalSizes, backend: str) -> list[tuple[int, int]]:
         own_layout = local.context_bytes if backend == "chunked" or exchanged else 0
         return [*kept, (1, own_layout), (1, local.softmax_bytes), (1, _scores_saved(local, backend))]
     if policy == "dots":
-        # a ring's matmul with a scattered result is one matmul per chunk, and each is kept
-        scattered = local.tensor if local.tensor > 1 and config.compute.tensor_overlap == "ring" else 0
+        # a ring's matmul with a scattered result is one matmul per chunk, and each is kept; their sum is no result of a matmul
+        scattered = local.tensor - 1 if local.tensor > 1 and config.compute.tensor_overlap == "ring" else 0
         # results of 4-bit matmuls are float32 until they are multiplied by the scales of their tensors
         wide = 4 // local.compute_itemsize if config.precision.matmul == "nvfp4" else 1
         if local.latent_bytes:
@@ -206,11 +206,12 @@ def relaid_bytes(local: LocalSizes, backend: str, overlap: bool, combined: bool,
 
     With tensor and several rows, a residual stream that was gathered or scattered along the sequence has another layout: the gathered
     stream where it is saved, else (when loops are unrolled for overlap) the block input. With dots (and combined collectives) the stack of
-    a residual stream is copied before the last layer is written into it, as the first kernels of the backward pass read the old one; small
-    models copy both. Where a whole block waits for its gradient nothing reads its input an iteration earlier, and the stack is written in
-    the layout in which it is read (heaps of Llama 3.1 8B, Qwen3 8B and Mistral Nemo 12B); nor is it copied where the last layer is written
-    into it late (planner/constant_costs.py). Attention that stores scores transposes them, and so do grouped matmuls of experts in 8 bits
-    what they saved.
+    a residual stream is copied before the last layer is written into it, as the first kernels of the backward pass read the old one, and
+    with norms of results, or the pieces of a ring, a second one (heaps of OLMo 2 7B, Llama 3.1 8B); small models copy both. Where a whole
+    block waits for its gradient nothing reads its input an iteration earlier, and the stack is written in the layout in which it is read
+    (heaps of Llama 3.1 8B, Qwen3 8B and Mistral Nemo 12B); nor is it copied where the last layer is written into it late
+    (planner/constant_costs.py). Attention that stores scores transposes them, and so do grouped matmuls of experts in 8 bits what they
+    saved.
     """
     policy, layers = local.config.compute.remat.policy, local.model.num_layers
     relaid = 0
@@ -225,7 +226,9 @@ def relaid_bytes(local: LocalSizes, backend: str, overlap: bool, combined: bool,
     elif between and (ring or policy != "dots" or combined) and local.fsdp > 1 and overlap and not offloads_inputs(local):
         # a ring scatters attention's update piece by piece: where it is kept, it is copied too
         written_late = constant_costs.stacks_input_late(local, program)
-        relaid = 0 if block_waits or written_late else layers * local.cut_stream_bytes * (2 if ring_keeps_update(local) else 1)
+        several = policy == "dots" and (ring or local.model.norm_position != "pre")
+        stacks = 2 if ring_keeps_update(local) or several else 1
+        relaid = 0 if block_waits or written_late else layers * local.cut_stream_bytes * stacks
     if local.latent_bytes and local.ring and policy == "dots":
         relaid += layers * local.up_bytes  # keys and values from latents, as the ring reads them (heap of DeepSeek V2 Lite)
     if backend in ("xla", "reference") and policy == "none":

@@ -21,6 +21,12 @@ SLOTS_IN_FLIGHT = 2
 FROM_BLOCK_INPUTS = ("full", "names", "offload")
 """Policies with which the backward pass computes the inputs of MLP down again."""
 
+FEW_TOKENS = 2**16
+"""Tokens of a device and microbatch up to which one kernel computes the gradients of the final norm's scale and input.
+
+Bounds from heaps of OLMo 2 1B: so with 65,536, in rows of 8,192 and 32,768; not with 131,072, in rows of 16,384 and 32,768.
+"""
+
 
 @dataclass(frozen=True)
 class LayerPeak(LiveBuffers):
@@ -129,6 +135,7 @@ class LayerPeak(LiveBuffers):
             ("its attention", early * hidden if recomputes else 0, 3 * stream + 5 * local.query_bytes, 0, 0, attention),
             *of_attention,
             *self._weight_gradients_after_attention(attention),
+            *([] if at_start else self._sum_by_projections(attention)),
             ("its end", hidden, at_end * stream, 0, waiting + more, mask),
             *([("its end", delayed, 0, 0, more, mask)] if self.turn.layers > 1 and recomputes else []),
             *self._mlp_after_others(together, (at_mlp + slices) * hidden, down, mask),
@@ -230,14 +237,15 @@ class LayerPeak(LiveBuffers):
         """Return the size of what is live in the MLP of a layer beside hidden activations, where `_offloads_after_norms`.
 
         Inputs of attention and MLP, attention's result before its norm, and the gradients of the block's result and of the MLP's; what
-        attention's backward pass needs, with norms of queries and keys also their inputs (heaps of OLMo 2 1B, 7B and 13B). In that of 7B
-        with 262,144 tokens the final hidden states and the gradient of their norm's result are there too, which is not planned.
+        attention's backward pass needs, with norms of queries and keys also their inputs. With many tokens the gradient of the final
+        norm's scale is no result of the kernel that reads the final hidden states and their gradient first, and nothing waits for it:
+        the two are there until the layers are done (heaps of OLMo 2 1B, 7B and 13B).
         """
         local = self.local
         attention = local.query_bytes + local.key_bytes + local.value_bytes + local.context_bytes
         attention += local.query_bytes + local.key_bytes if local.model.qk_norm else 0
         # `backward` adds one stream in float32
-        return attention + 5 * local.stream_bytes - 4 * local.tokens * local.model.embed_dim
+        return attention + (5 + (2 if local.tokens > FEW_TOKENS else 0)) * local.stream_bytes - 4 * local.tokens * local.model.embed_dim
 
     def _attention_before_mlp_gradients(self, workspace: int) -> list[tuple[str, int, int, int, int, int]]:
         """Return the point in attention where a norm needs the result of down again and attention's update is kept.
@@ -275,6 +283,28 @@ class LayerPeak(LiveBuffers):
         if not (self.overlap and constant_costs.gradients_after_attention(self.local, self.program)):
             return []
         return [("its attention", *constant_costs.at_end_of_attention(self.local, self.program), 0, 0, workspace)]
+
+    def _sum_by_projections(self, workspace: int) -> list[tuple[str, int, int, int, int, int]]:
+        """Return the point at the end of attention over tensor where the gradients of its input by queries, keys and values are summed.
+
+        GPUs before Hopper add in float32, so one kernel reads all three. With values within blocks in host memory nothing waits for a
+        gradient: gathered are also the gradients of both updates, the inputs of both for the weight gradients, which are not computed yet,
+        the next layer's attention input, its update before it is scattered, and the sum; of the MLP the gradients of gate and up are left.
+        (Heaps of Mistral Nemo 12B, Qwen3 8B and Llama 3.1 8B on A100.)
+
+        workspace: of attention.
+        """
+        local, model, remat = self.local, self.local.model, self.local.config.compute.remat
+        alike = model.moe is None and model.layer_period == 1 and not local.adapted and not local.latent_bytes
+        plain = alike and local.config.precision.matmul == "compute" and local.compute_itemsize == 2
+        over_tensor = local.tensor > 1 and local.config.compute.tensor_overlap != "ring" and self.overlap and self.in_loop
+        if self.program.adds_bfloat16 or not (plain and over_tensor) or not remat.offloads or offloads_inputs(local) or self.waits:
+            return []
+        heads = 2 * (local.query_bytes + local.key_bytes)
+        heads += local.query_bytes + local.key_bytes if model.qk_norm else 0
+        # `backward` adds one stream in float32, which is two sharded ones
+        streams = 10 * local.stream_bytes + 5 * local.cut_stream_bytes - 4 * local.tokens * model.embed_dim // local.tensor
+        return [("its attention", (2 if model.gated_mlp else 1) * local.hidden_bytes, streams + heads, 0, 0, workspace)]
 
     def _hidden_and_rows(self, at_mlp: int) -> list[int]:
         """Return the bytes of hidden activations at points in the MLP, with residual streams in the rows of experts by which more or fewer

@@ -615,6 +615,17 @@ CLOSE = {
     ("models/mistral-nemo-12b", "dots"): {START: 0.012, WHOLE: 0.012},
     ("models/olmo2-7b", "attention-only"): {START: 0.012, BACKWARD: 0.018, WHOLE: 0.012},
     ("models/olmo2-13b", "attention-only"): {START: 0.015, BACKWARD: 0.025, WHOLE: 0.022},
+    ("models/gemma3-4b", "names", 1024): {"loss": 0.012, WHOLE: 0.012},
+    ("models/glm4-9b", "full"): {"loss": 0.02, START: 0.025, WHOLE: 0.03},
+    ("models/olmo2-1b", "full", 4096): {"loss": 0.03, WHOLE: 0.035},
+    ("models/olmo2-7b", "offload", "dgx-b200"): {START: 0.012, BACKWARD: 0.012, WHOLE: 0.015},
+    ("models/olmo2-1b", "offload"): {START: 0.02, BACKWARD: 0.012, WHOLE: 0.012},
+    ("models/mistral-nemo-12b", "offload", "dgx-a100"): {BACKWARD: 0.012, WHOLE: 0.02},
+    ("models/qwen3-8b", "offload", "dgx-a100"): {BACKWARD: 0.012, WHOLE: 0.012},
+    ("models/olmo2-7b", "dots"): {"loss": 0.012, START: 0.012, WHOLE: 0.012},
+    ("models/glm4-9b", "dots"): {START: 0.012, BACKWARD: 0.012, WHOLE: 0.012},
+    ("models/llama-3.1-8b", "dots"): {START: 0.012, BACKWARD: 0.012, WHOLE: 0.012},
+    ("models/mistral-nemo-12b", "dots", "tensor"): {START: 0.04, BACKWARD: 0.022, WHOLE: 0.03},
 }
 """Model and policy, and where several have both the length of the rows or a mesh with tensor or data -> points whose sum of components is
 planned closely, and how closely; at other points of these steps less is live than planned, or the plan is known to be off."""
