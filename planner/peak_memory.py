@@ -58,7 +58,8 @@ class StepMemory(LayerPeak, AfterLayers):
             if self.reduces_at_end:
                 points["reductions after the layers"] = self.reductions_after_layers()
         if self.delays_experts:
-            if self.local.context == 1 and not self.waits and not delayed_experts.sends_capped(self.local):  # over context their gradients are summed too, and are not delayed
+            # over context their gradients are summed too, and are not delayed
+            if self.local.context == 1 and not self.waits and not delayed_experts.sends_capped(self.local):
                 points["first layers of the backward pass"] = self.first_layers()
             if self.reduced:
                 points["reductions of the first layers"] = self.reductions_of_first_layers()
