@@ -8,6 +8,8 @@ jax 0.10.2). Sizes are bytes of one device.
 
 from __future__ import annotations
 
+from ridgeline.configs.remat import POLICIES
+from ridgeline.planner.experts import exchange_method
 from ridgeline.planner.local import LocalSizes
 from ridgeline.planner.recompute import recomputed
 
@@ -25,6 +27,13 @@ def reduces_late(local: LocalSizes) -> bool:
     """Return whether the weight gradients of these turns wait for their reductions; not where those of a turn are reduced within it."""
     trained = local.model.moe is not None and not local.adapted
     return trained and local.fsdp > 1 and not local.sends_uncapped and local.data * local.context == 1
+
+
+def sends_capped(local: LocalSizes) -> bool:
+    """Return whether tokens go to their experts by all_to_all with a capacity: weight gradients cover these exchanges, also those of single
+    layers before the loop, and are not delayed."""
+    experts = local.config.compute.experts
+    return exchange_method(local.model.moe, experts, {"expert": local.expert}) == "all_to_all" and experts.capacity_factor is not None
 
 
 def pending_layers(layers: int) -> int:
@@ -62,6 +71,14 @@ def attention(local: LocalSizes) -> int:
     """Return the bytes of a layer's queries, keys, values and results, of normed queries and keys also the inputs of the norms."""
     normed = local.query_bytes + local.key_bytes if local.model.qk_norm else 0
     return local.query_bytes + 2 * local.key_bytes + local.context_bytes + normed
+
+
+def next_attention(local: LocalSizes) -> int:
+    """Return the bytes of the next layer's attention where single layers before the loop recompute it while tokens are exchanged by
+    all_to_all with a capacity: the attention, its update, the input of the MLP, and that of its norm in float32."""
+    if not sends_capped(local) or not POLICIES[local.config.compute.remat.policy].recomputes_block:
+        return 0
+    return attention(local) + 2 * local.stream_bytes + 4 * local.tokens * local.model.embed_dim // local.tensor
 
 
 def late_operands(local: LocalSizes, layers: int) -> int:

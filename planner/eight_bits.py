@@ -8,8 +8,6 @@ Sizes are bytes of one device.
 
 from __future__ import annotations
 
-from ridgeline.configs.remat import POLICIES
-from ridgeline.planner.experts import exchange_method
 from ridgeline.planner.hardware import GpuProgram
 from ridgeline.planner.local import LocalSizes
 from ridgeline.planner.recompute import Recomputed
@@ -228,20 +226,6 @@ def beside_experts(local: LocalSizes) -> int:
     attention += local.query_bytes + local.key_bytes if local.model.qk_norm else 0
     gathered = local.stream_bytes if local.tensor > 1 else one_byte(local, local.stream_bytes)
     return attention + 2 * local.cut_stream_bytes + gathered
-
-
-def sends_experts(local: LocalSizes) -> bool:
-    """Return whether tokens come to such experts by all_to_all: weight gradients cover these exchanges, and are not delayed."""
-    method = exchange_method(local.model.moe, local.config.compute.experts, {"expert": local.expert})
-    return of_experts(local) and method == "all_to_all"
-
-
-def next_attention(local: LocalSizes) -> int:
-    """Return the size of the attention of the next layer, and of its norm's input in float32, where that layer is recomputed while tokens
-    are exchanged by all_to_all in the layers before the loop."""
-    if not sends_experts(local) or not POLICIES[local.config.compute.remat.policy].recomputes_block:
-        return 0
-    return beside_experts(local) + 4 // local.compute_itemsize * local.cut_stream_bytes
 
 
 def pending_experts(local: LocalSizes) -> int:

@@ -59,7 +59,7 @@ class StepMemory(LayerPeak, AfterLayers):
                 points["reductions after the layers"] = self.reductions_after_layers()
         if self.delays_experts:
             # over context their gradients are summed too, and are not delayed
-            if self.local.context == 1 and not self.waits and not eight_bits.sends_experts(self.local):
+            if self.local.context == 1 and not self.waits and not delayed_experts.sends_capped(self.local):
                 points["first layers of the backward pass"] = self.first_layers()
             if self.reduced:
                 points["reductions of the first layers"] = self.reductions_of_first_layers()
@@ -319,16 +319,19 @@ class StepMemory(LayerPeak, AfterLayers):
         layers' weight gradients are live when the gradient of the second layer's input is computed, two arrays in the rows of the experts
         (inputs, and gradients of the results) for each layer, and the parts by gate and by up. The stacks of gradients are not yet zeroed.
         Where the second layer waits for its input from host memory, the gradients of the down matrices, which are plain matmuls with a
-        capacity, are computed meanwhile: their hidden inputs are gone, and one of the gradients of the results. Over tensor the first
-        layer's gradient of down is computed while the second layer's attention is gathered, and where blocks are recomputed the tokens of
-        the first layer come to the rows of its experts once more for the gradients of gate and up, after the second layer.
+        capacity, are computed meanwhile: their hidden inputs are gone, and one of the gradients of the results. Over tensor, where
+        attention's update is reduced again (it is kept before its reduction by dots), the first layer's gradient of down is computed while
+        the second layer's attention is gathered, and the tokens of the first layer come to the rows of its experts once more for the
+        gradients of gate and up, after the second layer.
         """
         local = self.local
         capacity = local.config.compute.experts.capacity_factor is not None
         delayed = DELAYED * (self.turn.before_weight_gradients() + 2 * local.row_bytes)
         if capacity and offloads_inputs(local):
             delayed -= DELAYED * local.hidden_bytes + local.row_bytes
-        if local.tensor > 1 and self.turn.recomputes and not capacity:
+        remat = local.config.compute.remat
+        reduces = remat.policy == "dots" or (self.turn.recomputes and recomputed(local.model, remat).attention_update)
+        if local.tensor > 1 and reduces and not capacity:
             delayed -= local.hidden_bytes + 2 * local.row_bytes
         working = delayed + 2 * local.row_bytes + SLOTS_IN_FLIGHT * local.slot_bytes + STREAMS_IN_FLIGHT * local.stream_bytes
         if eight_bits.of_experts(local):
@@ -420,7 +423,8 @@ class StepMemory(LayerPeak, AfterLayers):
         in_mlp = at_mlp * local.hidden_bytes + 4 * local.row_bytes + SLOTS_IN_FLIGHT * local.slot_bytes
         in_mlp += STREAMS_IN_FLIGHT * local.stream_bytes
         if eight_bits.of_experts(local):
-            in_mlp = self._in_narrow_experts() + eight_bits.next_attention(local)
+            in_mlp = self._in_narrow_experts()
+        in_mlp += delayed_experts.next_attention(local)
         # Latent attention of the next layer needs its weights while the gradients of this one wait.
         gathered, streams = self.gathered_layer() + self.outside.weights, 5 if latent else 3
         points = {
