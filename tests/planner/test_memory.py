@@ -593,7 +593,7 @@ CLOSE = {
     ("models/glm4-9b", "full"): {"loss": 0.02, START: 0.025, WHOLE: 0.03},
     ("models/olmo2-1b", "full"): {"loss": 0.03, WHOLE: 0.035},
     ("models/olmo2-7b", "offload", "dgx-b200"): {START: 0.012, BACKWARD: 0.012, WHOLE: 0.015},
-    ("models/olmo2-1b", "offload"): {START: 0.02, BACKWARD: 0.012, WHOLE: 0.012},
+    ("models/olmo2-1b", "offload"): {START: 0.02, BACKWARD: 0.012, WHOLE: 0.015},
     ("models/mistral-nemo-12b", "offload", "dgx-a100"): {BACKWARD: 0.012, WHOLE: 0.02},
     ("models/qwen3-8b", "offload", "dgx-a100"): {BACKWARD: 0.012, WHOLE: 0.012},
     ("models/olmo2-7b", "dots"): {"loss": 0.012, START: 0.012, WHOLE: 0.012},
