@@ -46,7 +46,7 @@ def stacks_input_late(local: LocalSizes, program: GpuProgram) -> bool:
     inputs of the next layer are gathered first, and attention's of the last layer, which the norm computes again, is gathered after them.
 
     Where attention's update is kept, but queries, keys or values are computed again (those before a norm of queries and keys always are),
-    the last layer's input is gathered for them at first. Nothing then comes after the norm but sums: it reads the old stack after the write.
+    the last layer's input is gathered for them at first. Only sums then come after the norm: it reads the old stack after the write.
 
     Where bfloat16 is added in float32, the gradient of the norm's weight reads the old stack by itself, if it is summed in one kernel. That
     is a weight gradient as others.
@@ -125,9 +125,9 @@ def while_copied(local: LocalSizes, program: GpuProgram) -> int:
 
 
 def _reads_gathered(local: LocalSizes, program: GpuProgram) -> bool:
-    """Return whether split matmuls read attention's input as it was gathered: not those of keys with biases."""
-    of_keys = _is_split(local, program, local.key_bytes) and not local.model.attention_bias
-    return of_keys or _is_split(local, program, local.query_bytes)
+    """Return whether split matmuls read attention's input as it was gathered: where each row is a part of the sum."""
+    parts = [_parts(local, program, size) for size in (local.key_bytes, local.query_bytes)]
+    return any(count > 1 and local.rows in (1, count) for count in parts)
 
 
 def _hidden(local: LocalSizes) -> int:
