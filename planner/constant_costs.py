@@ -45,21 +45,28 @@ def stacks_input_late(local: LocalSizes, program: GpuProgram) -> bool:
     attention's gather, which begins after that norm, where fewer kernels than hide it are counted. Where attention's update is kept, both
     inputs of the next layer are gathered first, and attention's of the last layer, which the norm computes again, is gathered after them.
 
+    Where attention's update is kept, but queries, keys or values are computed again (those before a norm of queries and keys always are),
+    the last layer's input is gathered for them at first. Only sums then come after the norm: it reads the old stack after the write.
+
     Where bfloat16 is added in float32, the gradient of the norm's weight reads the old stack by itself, if it is summed in one kernel. That
     is a weight gradient as others.
     """
     if not applies(local, program) or _calls_library(local):
         return False
     by_itself = not program.adds_bfloat16 and local.tokens // local.tensor <= SUMMED_AT_ONCE
-    gathers = 1 if recomputed(local.model, local.config.compute.remat).attention_update else 2
+    again = recomputed(local.model, local.config.compute.remat)
+    if not again.attention_update and again.weights & {"query", "key", "value"}:
+        return False
+    gathers = 1 if again.attention_update else 2
     return counted_kernels(local, program) < gathers * HIDES_GATHER and not by_itself
 
 
 def counted_kernels(local: LocalSizes, program: GpuProgram) -> int:
     """Return how many kernels of a layer's weight gradients are counted as long ones.
 
-    The sum of a matmul that is split along its summed dim; the gradients of the biases of keys and values, as they are stacked; the input
-    of MLP down, computed again, unless a norm of the MLP's result needed that result before.
+    The sum of a matmul that is split along its summed dim; the gradients of the biases of keys and values, as they are stacked; a library's
+    matmul with the kernel that its input needs; the input of MLP down, computed again, unless a norm of the MLP's result needed that result
+    before.
     """
     multiplies = not _norm_after(local)
     return _of_attention(local, program) + (3 if local.model.gated_mlp else 2) * _is_split(local, program, local.hidden_bytes) + multiplies
@@ -73,13 +80,29 @@ def _calls_library(local: LocalSizes) -> bool:
 def _of_attention(local: LocalSizes, program: GpuProgram) -> int:
     """Return how many of `counted_kernels` belong to attention."""
     keys, queries = (_is_split(local, program, size) for size in (local.key_bytes, local.query_bytes))
-    return 2 * keys + 2 * queries + 2 * local.model.attention_bias
+    return 2 * keys + 2 * queries + 2 * local.model.attention_bias + 2 * _calls_library_for_key(local, program)
+
+
+def _calls_library_for_key(local: LocalSizes, program: GpuProgram) -> bool:
+    """Return whether the gradient of the weight of keys is a call of a library, after a kernel that joins the rotated halves.
+
+    So it is for one head of keys: it comes first in the matmul. Kernels of Triton join the halves themselves where each row is a part of
+    the split sum; with a norm of keys its kernel does.
+    """
+    one = local.model.kv_heads == local.tensor and not local.model.qk_norm
+    return one and _is_split(local, program, local.key_bytes) and local.rows != _parts(local, program, local.key_bytes)
 
 
 def _is_split(local: LocalSizes, program: GpuProgram, size: int) -> bool:
     """Return whether XLA splits the matmul of the gradient of a weight with results of this size: its tiles are fewer than the cores."""
+    return _parts(local, program, size) > 1
+
+
+def _parts(local: LocalSizes, program: GpuProgram, size: int) -> int:
+    """Return into how many parts XLA splits the matmul of the gradient of a weight with results of this size: a power of two."""
     width = size // (local.tokens * local.compute_itemsize)
-    return ceil(width / TILE) * ceil(local.model.embed_dim / TILE) < program.cores
+    tiles = ceil(width / TILE) * ceil(local.model.embed_dim / TILE)
+    return 1 << (ceil(program.cores / tiles) - 1).bit_length()
 
 
 def at_end_of_attention(local: LocalSizes, program: GpuProgram) -> tuple[int, int]:
@@ -104,9 +127,9 @@ def while_copied(local: LocalSizes, program: GpuProgram) -> int:
 
 
 def _reads_gathered(local: LocalSizes, program: GpuProgram) -> bool:
-    """Return whether split matmuls read attention's input as it was gathered: not those of keys with biases."""
-    of_keys = _is_split(local, program, local.key_bytes) and not local.model.attention_bias
-    return of_keys or _is_split(local, program, local.query_bytes)
+    """Return whether split matmuls read attention's input as it was gathered: where each row is a part of the sum."""
+    parts = [_parts(local, program, size) for size in (local.key_bytes, local.query_bytes)]
+    return any(count > 1 and local.rows in (1, count) for count in parts)
 
 
 def _hidden(local: LocalSizes) -> int:
