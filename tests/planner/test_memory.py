@@ -589,6 +589,13 @@ CLOSE = {
     ("models/qwen2.5-32b", "names"): {START: 0.012, BACKWARD: 0.025, WHOLE: 0.012},
     ("models/llama-2-13b", "full"): {START: 0.03, BACKWARD: 0.02, WHOLE: 0.012},
     ("models/qwen3-8b", "none", "tensor"): {START: 0.015, BACKWARD: 0.025, WHOLE: 0.035},
+    ("models/gpt-oss-20b", "dots", "dgx-a100"): {START: 0.055, WHOLE: 0.02},
+    ("models/gpt-oss-20b", "full", "dgx-a100"): {START: 0.035},
+    ("models/mixtral-8x7b", "offload"): {START: 0.035, BACKWARD: 0.012, WHOLE: 0.015},
+    ("models/mixtral-8x7b", "full"): {START: 0.015, BACKWARD: 0.03, WHOLE: 0.025},
+    ("models/deepseek-v2-lite", "names"): {START: 0.012, BACKWARD: 0.04, WHOLE: 0.015},
+    ("models/qwen3-235b-a22b", "offload"): {BACKWARD: 0.03, WHOLE: 0.035},
+    ("models/qwen3-30b-a3b", "full", 8192): {START: 0.025, WHOLE: 0.055},
 }
 """Model and policy, and where several have both the length of the rows or a mesh with tensor -> points whose sum of components is planned
 closely, and how closely; at other points of these steps less is live than planned, or the plan is known to be off."""
