@@ -62,7 +62,7 @@ class LayerPeak(LiveBuffers):
         at_end = 5 if 1 in (local.tensor, local.rows) else STREAMS_IN_FLIGHT
         # 8-bit matmuls: the input of down for its weight gradient, and the gradient of a hidden activation in both layouts, one byte each
         quantized = 3 * hidden // local.compute_itemsize if recomputes and local.config.precision.eight_bit else 0
-        of_experts = self.expert_rows_in_flight() + self.turn.padded_gradients() + SLOTS_IN_FLIGHT * local.slot_bytes
+        of_experts = self.expert_rows_in_flight(at_start=at_start) + self.turn.padded_gradients() + SLOTS_IN_FLIGHT * local.slot_bytes
         down = local.mlp_matrix * local.gradient_itemsize if self.reduced and self.combined and not local.adapted else 0
         if down and local.model.moe is not None:  # those of the other layers of the turn wait for its end
             down += (self.turn.trained_weights - local.gathered_trained_weights) * local.gradient_itemsize

@@ -45,10 +45,10 @@ class StepMemory(LayerPeak, AfterLayers):
             **({} if self.local.adapted else {"embedding gradient": self.embedding_gradient()}),
             "optimizer": self.optimizer(),
         }
-        if self.turn.layers > 1 and self.turn.pipelined and self.turn.recomputes:
+        # counted with constants, a few kernels cover the exchanges: weight gradients are not delayed
+        if self.turn.layers > 1 and self.turn.pipelined and self.turn.recomputes and self.program.measured_matmuls:
             if delayed_experts.delays_turns(self.local):
-                if self.program.measured_matmuls:  # by constants, a few kernels cover the exchanges: weight gradients are not delayed
-                    points["first turns of the backward pass"] = self.first_turns()
+                points["first turns of the backward pass"] = self.first_turns()
             elif delayed_experts.reduces_late(self.local):
                 points["first turns of the backward pass"] = self.reductions_of_first_turns()
         if self.overlap:

@@ -626,6 +626,13 @@ CLOSE = {
     ("models/glm4-9b", "dots"): {START: 0.012, BACKWARD: 0.012, WHOLE: 0.012},
     ("models/llama-3.1-8b", "dots"): {START: 0.012, BACKWARD: 0.012, WHOLE: 0.012},
     ("models/mistral-nemo-12b", "dots", "tensor"): {START: 0.04, BACKWARD: 0.022, WHOLE: 0.03},
+    ("models/gpt-oss-20b", "dots", "dgx-a100"): {START: 0.055, WHOLE: 0.02},
+    ("models/gpt-oss-20b", "full", "dgx-a100"): {START: 0.035},
+    ("models/mixtral-8x7b", "offload"): {START: 0.035, BACKWARD: 0.012, WHOLE: 0.015},
+    ("models/mixtral-8x7b", "full"): {START: 0.015, BACKWARD: 0.03, WHOLE: 0.025},
+    ("models/deepseek-v2-lite", "names"): {START: 0.012, BACKWARD: 0.04, WHOLE: 0.015},
+    ("models/qwen3-235b-a22b", "offload"): {BACKWARD: 0.03, WHOLE: 0.035},
+    ("models/qwen3-30b-a3b", "full", 8192): {START: 0.025, WHOLE: 0.055},
 }
 """Model and policy, and where several have both the length of the rows or a mesh with tensor or data -> points whose sum of components is
 planned closely, and how closely; at other points of these steps less is live than planned, or the plan is known to be off."""
