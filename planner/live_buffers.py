@@ -199,7 +199,7 @@ class LiveBuffers:
     @property
     def delays_over_exchanges(self) -> bool:
         """Whether weight gradients of a turn are delayed over exchanges: not where XLA counts with constants and a turn has two
-        layers (heaps of gpt-oss on A100); of four layers they are there too (compiled step of Llama 4 Scout on A100, offloaded block inputs)."""
+        layers (heaps of gpt-oss on A100); of four layers they are there too (a step of Llama 4 Scout on A100)."""
         return self.program.measured_matmuls or self.turn.layers > DELAYED
 
     def early_table(self) -> int:
