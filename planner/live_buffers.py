@@ -208,6 +208,12 @@ class LiveBuffers:
         wide = local.hidden_bytes if precision.block_scaled == "nvfp4" else 0
         return DELAYED * ((2 if local.model.gated_mlp else 1) + 2) * local.hidden_bytes + wide
 
+    @property
+    def delays_over_exchanges(self) -> bool:
+        """Whether weight gradients of a turn are delayed over exchanges: not where XLA counts with constants and a turn has two
+        layers (heaps of gpt-oss on A100); of four layers they are there too (a step of Llama 4 Scout on A100)."""
+        return self.program.measured_matmuls or self.turn.layers > DELAYED
+
     def early_table(self) -> int:
         """Return the bytes of the embedding's unsharded gradient where its zeros are written before the layers (configs/remat.py)."""
         local = self.local
@@ -226,7 +232,7 @@ class LiveBuffers:
         """
         local = self.local
         layers = min(DELAYED, self.turn.layers) if local.tensor > 1 and not (self.waits and local.expert == 1) else 1
-        if not (self.program.measured_matmuls or (at_start and not self.in_loop and self.turn.recomputes)):
+        if not (self.delays_over_exchanges or (at_start and not self.in_loop and self.turn.recomputes)):
             layers = 1
         return layers * EXPERT_ROWS_IN_FLIGHT * local.row_bytes
 

@@ -46,7 +46,7 @@ class StepMemory(LayerPeak, AfterLayers):
             "optimizer": self.optimizer(),
         }
         # counted with constants, a few kernels cover the exchanges: weight gradients are not delayed
-        if self.turn.layers > 1 and self.turn.pipelined and self.turn.recomputes and self.program.measured_matmuls:
+        if self.turn.layers > 1 and self.turn.pipelined and self.turn.recomputes and self.delays_over_exchanges:
             if delayed_experts.delays_turns(self.local):
                 points["first turns of the backward pass"] = self.first_turns()
             elif delayed_experts.reduces_late(self.local):
