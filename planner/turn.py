@@ -202,6 +202,18 @@ class Turn:
         copied *= self.delayed(1) if one_chunk or not self.pipelined else 1
         return copied + (local.hidden_bytes if local.model.gated_mlp else 0) + local.query_bytes
 
+    def not_yet_offloaded(self) -> int:
+        """Return the size of values within blocks of an ordered last turn that are still on their way to host memory as its backward pass
+        begins.
+
+        In the second layer of that pass, which needs most, those of it and of the next one have come back; those of the layers after them
+        have not left the device (heaps of OLMo 3 7B, turns of four layers; Gemma 2 9B has two).
+        """
+        remat = self.local.config.compute.remat
+        if not remat.offloads or offloads_inputs(self.local):
+            return 0
+        return max(0, self.local.model.layer_period - 3) * offloaded_bytes(self.local) // self.local.model.num_layers
+
     def zeroed_slots(self) -> int:
         """Return the size of the zeros for exchanges by all_to_all without a capacity that are not used yet.
 
