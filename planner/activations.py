@@ -209,10 +209,10 @@ def relaid_bytes(local: LocalSizes, backend: str, overlap: bool, combined: bool,
     a residual stream is copied before the last layer is written into it, as the first kernels of the backward pass read the old one; small
     models copy both. Where a whole block waits for its gradient nothing reads its input an iteration earlier, and the stack is written in
     the layout in which it is read (heaps of Llama 3.1 8B, Qwen3 8B and Mistral Nemo 12B); nor is it copied where the last layer is written
-    into it late (planner/constant_costs.py). Where norms follow attention and MLP, none is before the first matmul whose backward pass would
-    read the block's input: the last kernel that reads the old stack adds attention's update to it again, and the last layer is written
-    after that (heaps of OLMo 2 1B and 7B). Attention that stores scores transposes them, and so do grouped matmuls of experts in 8 bits
-    what they saved.
+    into it late (planner/constant_costs.py). Where norms follow attention and MLP, the last kernel that reads the old stack adds to it
+    attention's update again, as no backward pass of a norm reads the block's input: the last layer is written after that (heaps of OLMo 2
+    1B and 7B; with dots there is a copy, and 8-bit matmuls were not looked at). Attention that stores scores transposes them, and so do
+    grouped matmuls of experts in 8 bits what they saved.
     """
     policy, layers = local.config.compute.remat.policy, local.model.num_layers
     relaid = 0
@@ -226,9 +226,8 @@ def relaid_bytes(local: LocalSizes, backend: str, overlap: bool, combined: bool,
         relaid = layers * local.stream_bytes * (2 if local.fsdp == 1 and overlap else 1)
     elif between and (ring or policy != "dots" or combined) and local.fsdp > 1 and overlap and not offloads_inputs(local):
         # a ring scatters attention's update piece by piece: where it is kept, it is copied too
-        written_late = constant_costs.stacks_input_late(local, program) or (
-            local.model.norm_position == "post" and not ring and policy != "dots"
-        )
+        written_late = constant_costs.stacks_input_late(local, program)
+        written_late |= local.model.norm_position == "post" and not ring and policy != "dots" and local.config.precision.matmul == "compute"
         relaid = 0 if block_waits or written_late else layers * local.cut_stream_bytes * (2 if ring_keeps_update(local) else 1)
     if local.latent_bytes and local.ring and policy == "dots":
         relaid += layers * local.up_bytes  # keys and values from latents, as the ring reads them (heap of DeepSeek V2 Lite)

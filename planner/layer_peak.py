@@ -241,8 +241,8 @@ class LayerPeak(LiveBuffers):
         return attention + 5 * local.stream_bytes - 4 * local.tokens * local.model.embed_dim
 
     def _mlp_from_host_over_tensor(self, *, at_start: bool) -> list[tuple[int, int]]:
-        """Return the sizes of hidden activations and of the rest at two points in the MLP of a layer over tensor where values of its MLP are
-        in host memory and norms follow attention and MLP; none: no such layer.
+        """Return the sizes of hidden activations and of the rest at two points in the MLP of a layer over tensor where values of its MLP
+        are in host memory and norms follow attention and MLP; none: no such layer.
 
         No part of such a layer waits for its gradient, so the next layer's attention is computed again meanwhile. First one kernel reads
         gate, up and the gradient of the input of down, which is there too, and writes the gradients of gate and up. Then the gradients of
@@ -341,6 +341,8 @@ class LayerPeak(LiveBuffers):
             return [("its MLP", others + hidden, streams, matrices, down, mask) for hidden, streams in self._mlp_in_order(of_mlp)]
         if self.turn.reads_any_layout:
             return [("its MLP", others + of_mlp, eight_bits.in_order_in_any_layout(local), matrices, down, mask)]
+        if self.turn.measures_late:
+            return [("its MLP", others + of_mlp + self._kept_gelu, self._streams_measured_late(), matrices, down, mask)]
         streams = 6 * local.stream_bytes + local.query_bytes + local.context_bytes + 2 * local.key_bytes
         if self.turn.in_order and not narrow:
             streams -= local.stream_bytes  # no final hidden states, and the gradient of the results is that of the stream
@@ -353,6 +355,25 @@ class LayerPeak(LiveBuffers):
         elif model.activation == "gelu_tanh" and not self.in_loop and not narrow:  # so in the heaps of Gemma 2 and 3
             of_mlp += 4 * local.hidden_bytes // local.compute_itemsize  # tanh, float32
         return [("its MLP", others + of_mlp, streams, matrices, down, mask)]
+
+    @property
+    def _kept_gelu(self) -> int:
+        """Return the size of gelu's result, which is an array beside its input where its tanh is not (heaps of Gemma 2 9B)."""
+        return self.local.hidden_bytes if self.local.model.activation == "gelu_tanh" else 0
+
+    def _streams_measured_late(self) -> int:
+        """Return the size of what is live in the MLP of an ordered layer beside hidden activations, where it `measures_late`.
+
+        The gradient of the layer's result, the block's input, both updates, and with norms before the MLP its norm's input; in one byte the
+        inputs of attention and MLP and the gradient of the MLP's result; queries, keys, values and attention's result, with norms of
+        queries and keys also their inputs.
+        """
+        local, model = self.local, self.local.model
+        streams = (5 if model.norm_position == "both" else 4) * local.stream_bytes + 3 * local.stream_bytes // local.compute_itemsize
+        heads = local.query_bytes + local.key_bytes + local.value_bytes + local.context_bytes
+        heads += local.query_bytes + local.key_bytes if model.qk_norm else 0
+        # `backward` adds one stream in float32
+        return streams + heads - 4 * local.tokens * model.embed_dim
 
     @property
     def _computes_gates_first(self) -> bool:

@@ -583,6 +583,7 @@ CLOSE = {
     ("models/qwen2.5-1.5b", "offload", "dgx-a100"): {START: 0.012, BACKWARD: 0.012, LAST: 0.012, WHOLE: 0.012},
     ("models/llama-3.2-3b", "offload", "dgx-a100"): {START: 0.02, BACKWARD: 0.012, LAST: 0.02, WHOLE: 0.015},
     ("models/olmo2-7b", "offload", "dgx-a100"): {START: 0.02, BACKWARD: 0.025, LAST: 0.03, WHOLE: 0.02},
+    ("models/gemma2-9b", "full", "dgx-h200"): {"loss": 0.012, START: 0.022, BACKWARD: 0.018, WHOLE: 0.012},
     ("models/olmo2-7b", "offload", 4096): {START: 0.012, BACKWARD: 0.018, WHOLE: 0.012},
     ("models/olmo2-1b", "offload", "tensor"): {START: 0.02, BACKWARD: 0.012, WHOLE: 0.015},
     ("models/olmo3-7b", "offload", "dgx-a100"): {START: 0.012, BACKWARD: 0.012, WHOLE: 0.012},
