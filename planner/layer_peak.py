@@ -124,11 +124,12 @@ class LayerPeak(LiveBuffers):
         matrices = 2 * local.mlp_matrix * local.matrix_itemsize
         at_mlp += self._reads_hidden_from_host
         ring = self._mlp_in_ring(at_start=at_start)
+        over_tensor = [(ring[0], ring[1])] if ring else self._mlp_from_host_over_tensor(at_start=at_start)
         points = (
-            *([("its MLP", *ring, matrices, down, mask)] if ring else []),
+            *(("its MLP", *sizes, matrices, down, mask) for sizes in over_tensor),
             *(
                 ("its MLP", hidden_and_rows + quantized + of_experts, self._streams_in_mlp(streams), matrices, down, mask)
-                for hidden_and_rows in ([] if ring else self._hidden_and_rows(at_mlp))
+                for hidden_and_rows in ([] if over_tensor else self._hidden_and_rows(at_mlp))
             ),
             ("its attention", min(3, early) * hidden, 6 * stream, 0, 0, attention),
             # attention may run before the gradients of the MLP's weights
@@ -247,6 +248,37 @@ class LayerPeak(LiveBuffers):
         # `backward` adds one stream in float32
         return attention + (5 + (2 if local.tokens > FEW_TOKENS else 0)) * local.stream_bytes - 4 * local.tokens * local.model.embed_dim
 
+    def _mlp_from_host_over_tensor(self, *, at_start: bool) -> list[tuple[int, int]]:
+        """Return the sizes of hidden activations and of the rest at two points in the MLP of a layer over tensor where values of its MLP
+        are in host memory and norms follow attention and MLP; none: no such layer.
+
+        No part of such a layer waits for its gradient, so the next layer's attention is computed again meanwhile. First one kernel reads
+        gate, up and the gradient of the input of down, which is there too, and writes the gradients of gate and up. Then the gradients of
+        the MLP's input by both are summed, and only these gradients and the input of down are left of the hidden activations. Of the whole
+        sequence: the inputs of attention, also transposed, and of the MLP, attention's update before its reduction, which its norm needs,
+        and the gradient of the MLP's result. Of attention queries, keys, values and the result, with norms of queries and keys also their
+        inputs; queries, keys and values of the next layer. Sharded: the block's input, the gradient of its result, the MLP's result.
+
+        In the layer that comes first attention's update has been reduced and the loss's gradient of the hidden states is there; the next
+        layer's input of attention is too, also transposed, with its queries and keys. (Heaps of OLMo 2 7B.)
+        """
+        local, model, remat = self.local, self.local.model, self.local.config.compute.remat
+        alike = model.moe is None and model.layer_period == 1 and not local.adapted and not local.latent_bytes
+        plain = local.config.precision.matmul == "compute" and local.config.compute.tensor_overlap == "gather" and local.pipeline == 1
+        from_host = remat.offloads and not offloads_inputs(local) and not self.waits and local.tensor > 1
+        if not (self.overlap and alike and plain and from_host and model.norm_position == "post"):
+            return []
+        gates, query, key = 2 if model.gated_mlp else 1, local.query_bytes, local.key_bytes
+        streams, cut = (7, 4) if at_start else (5, 3)
+        heads = 2 * query + 2 * key + local.value_bytes + local.context_bytes + (0 if at_start else local.value_bytes)
+        heads += (key if at_start else query + key) if model.qk_norm else 0
+        # `backward` adds one stream in float32
+        rest = streams * local.stream_bytes + heads + cut * local.cut_stream_bytes - 4 * local.tokens * model.embed_dim // local.tensor
+        return [
+            ((2 * gates + 1) * local.hidden_bytes, rest),
+            ((gates + 1) * local.hidden_bytes, rest + (gates + 1) * local.stream_bytes),
+        ]
+
     def _attention_before_mlp_gradients(self, workspace: int) -> list[tuple[str, int, int, int, int, int]]:
         """Return the point in attention where a norm needs the result of down again and attention's update is kept.
 
@@ -340,6 +372,8 @@ class LayerPeak(LiveBuffers):
         if self.turn.reads_any_layout:
             of_mlp += eight_bits.separate_activation(local, recomputed(model, local.config.compute.remat), self.program)
             return [("its MLP", others + of_mlp, eight_bits.in_order_in_any_layout(local), matrices, down, mask)]
+        if self.turn.measures_late:
+            return [("its MLP", others + of_mlp + self._kept_gelu, self._streams_measured_late(), matrices, down, mask)]
         streams = 6 * local.stream_bytes + local.query_bytes + local.context_bytes + 2 * local.key_bytes
         if self.turn.in_order and not narrow:
             streams -= local.stream_bytes  # no final hidden states, and the gradient of the results is that of the stream
@@ -347,9 +381,42 @@ class LayerPeak(LiveBuffers):
             streams += local.stream_bytes * 2 // local.compute_itemsize  # final hidden states are float32
         if model.activation == "gelu_tanh" and self.turn.in_order and not narrow:
             of_mlp += local.hidden_bytes
+        elif self.turn.in_order and not narrow and self._computes_gates_first:
+            of_mlp += 2 * local.hidden_bytes
         elif model.activation == "gelu_tanh" and not self.in_loop and not narrow:  # so in the heaps of Gemma 2 and 3
             of_mlp += 4 * local.hidden_bytes // local.compute_itemsize  # tanh, float32
         return [("its MLP", others + of_mlp, streams, matrices, down, mask)]
+
+    @property
+    def _kept_gelu(self) -> int:
+        """Return the size of gelu's result, which is an array beside its input where its tanh is not (heaps of Gemma 2 9B)."""
+        return self.local.hidden_bytes if self.local.model.activation == "gelu_tanh" else 0
+
+    def _streams_measured_late(self) -> int:
+        """Return the size of what is live in the MLP of an ordered layer beside hidden activations, where it `measures_late`.
+
+        The gradient of the layer's result, the block's input, both updates, and with norms before the MLP its norm's input; in one byte the
+        inputs of attention and MLP and the gradient of the MLP's result; queries, keys, values and attention's result, with norms of
+        queries and keys also their inputs.
+        """
+        local, model = self.local, self.local.model
+        streams = (5 if model.norm_position == "both" else 4) * local.stream_bytes + 3 * local.stream_bytes // local.compute_itemsize
+        heads = local.query_bytes + local.key_bytes + local.value_bytes + local.context_bytes
+        heads += local.query_bytes + local.key_bytes if model.qk_norm else 0
+        # `backward` adds one stream in float32
+        return streams + heads - 4 * local.tokens * model.embed_dim
+
+    @property
+    def _computes_gates_first(self) -> bool:
+        """Whether an ordered layer has computed the gradients of gate and up before the weight gradients of the layer before begin.
+
+        By constants these matmuls cover no collective, so they come late (planner/constant_costs.py). The gradient of the input of down is
+        there then, and that of gate, which one kernel computes before that of up. Where gate or up comes from host memory, that of the
+        next layer is there too (heaps of OLMo 3 7B for A100 and GB200). By measured times they come while the MLP is computed again.
+        """
+        remat = self.local.config.compute.remat
+        from_host = remat.offloads and not {"mlp_gate", "mlp_up"}.isdisjoint(remat.names)
+        return not self.program.measured_matmuls and from_host and self.local.model.gated_mlp and self.local.tensor == 1
 
     def _experts_after_others(self, mask: int) -> list[tuple[str, int, int, int, int, int]]:
         """Return the point in the experts of a turn's last layer but one, over tensor: the weight gradients of the turn begin after it.

@@ -247,7 +247,8 @@ class StepMemory(LayerPeak, AfterLayers):
         freed = 2 * kept if second_layer else min(0, kept - relaid // self.local.model.layer_period)
         waits = second_layer and offloads_inputs(self.local) and self.local.config.precision.eight_bit and not self.turn.reads_any_layout
         first = self.backward(layers=int(second_layer) + waits)
-        first |= {"activations": replace(self.saved, bytes=self.saved.bytes + self.turn.not_stacked(self.saved.bytes) - freed)}
+        stays = self.turn.not_yet_offloaded()
+        first |= {"activations": replace(self.saved, bytes=self.saved.bytes + self.turn.not_stacked(self.saved.bytes) - freed + stays)}
         if not self.turn.left_over:
             return first
         second = self.backward(layers=self.turn.pending + 1)

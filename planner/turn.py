@@ -202,6 +202,18 @@ class Turn:
         copied *= self.delayed(1) if one_chunk or not self.pipelined else 1
         return copied + (local.hidden_bytes if local.model.gated_mlp else 0) + local.query_bytes
 
+    def not_yet_offloaded(self) -> int:
+        """Return the size of values within blocks of an ordered last turn that are still on their way to host memory as its backward pass
+        begins.
+
+        In the second layer of that pass, which needs most, those of it and of the next one have come back; those of the layers after them
+        have not left the device (heaps of OLMo 3 7B, turns of four layers; Gemma 2 9B has two).
+        """
+        remat = self.local.config.compute.remat
+        if not remat.offloads or offloads_inputs(self.local):
+            return 0
+        return max(0, self.local.model.layer_period - 3) * offloaded_bytes(self.local) // self.local.model.num_layers
+
     def zeroed_slots(self) -> int:
         """Return the size of the zeros for exchanges by all_to_all without a capacity that are not used yet.
 
@@ -230,6 +242,24 @@ class Turn:
         norms = 0 if self.layers == 1 else self.layers * NORMS[local.model.norm_position]
         return norms * local.tokens * local.model.embed_dim * 4 // local.tensor
 
+    @property
+    def measures_late(self) -> bool:
+        """Whether the largest magnitudes of gradients are found late in layers in order, not over tensor: only the next step needs them."""
+        return self.in_order and self.local.tensor == 1 and self.local.config.precision.matmul == "fp8_delayed"
+
+    def _measured_late(self) -> int:
+        """Return the size of what the last kernels of a layer read beside the operands of weight gradients, where it `measures_late`.
+
+        They find the magnitudes of the gradients of queries, keys and values and compute the gradients of the norms: of the stream the
+        block's input, both updates, the gradients of attention's and of the layer's result, with norms before the MLP too its norm's
+        input; attention's result and those three gradients, with norms of queries and keys also their inputs (heaps of Gemma 2 9B, OLMo 3).
+        """
+        local = self.local
+        streams = 6 if local.model.norm_position == "both" else 5
+        normed = local.query_bytes + local.key_bytes if local.model.qk_norm else 0
+        heads = local.query_bytes + local.key_bytes + local.value_bytes + local.context_bytes
+        return streams * local.stream_bytes + heads + normed
+
     def before_weight_gradients(self) -> int:
         """Return the size of what the weight gradients of a turn are computed from: inputs of matmuls and gradients of their results.
 
@@ -251,6 +281,8 @@ class Turn:
             if self.in_order and local.tensor > 1:  # inputs are gathered in the compute dtype, and the norm's inputs are sharded
                 inputs = 2 * local.stream_bytes - 2 * local.stream_bytes // local.compute_itemsize
                 return operands // local.compute_itemsize + inputs + local.context_bytes + 2 * local.cut_stream_bytes + normed
+            if self.measures_late:
+                return operands // local.compute_itemsize + self._measured_late()
             if self.in_order:  # the input of the MLP's norm, and the gradient of its result; with norms of queries and keys attention's too
                 of_norms = (4 if local.model.qk_norm else 2) * local.stream_bytes + normed
                 return operands // local.compute_itemsize + local.context_bytes + of_norms
