@@ -16,6 +16,8 @@ from ridgeline.planner.recompute import waiting
 
 KEEPS_RESULTS = ("cudnn", "pallas")
 """Attention backends whose backward pass reads the results of the forward pass in the layout that the model has (chunked: another one)."""
+NODE_DEVICES = 8
+"""GPUs of a node with NVLink. Clusters with fewer in a node count as if they had these."""
 TAGS_STATISTICS = ("chunked", "pallas")
 """Attention backends that tag their softmax statistics: where these are kept, attention is not recomputed (models/attention)."""
 
@@ -223,8 +225,9 @@ def relaid_bytes(local: LocalSizes, backend: str, overlap: bool, combined: bool,
         local.model.layer_period == 1 or any(name.startswith("mlp_") for name in local.config.compute.remat.names)
     )
     if between and not ring and policy in ("none", "attention-only"):
-        # both gathered streams; with gathers of weights between them the first is free when the second is copied
-        relaid = layers * local.stream_bytes * (2 if local.fsdp == 1 and overlap else 1)
+        # both gathered streams; with gathers of weights, or slow reductions, between them the first is free when the second is copied
+        both = local.fsdp == 1 and overlap and not reduces_between_nodes(local)
+        relaid = layers * local.stream_bytes * (2 if both else 1)
     elif between and (ring or policy != "dots" or combined) and local.fsdp > 1 and overlap and not offloads_inputs(local):
         # a ring scatters attention's update piece by piece: where it is kept, it is copied too
         written_late = constant_costs.stacks_input_late(local, program)
@@ -242,6 +245,19 @@ def relaid_bytes(local: LocalSizes, backend: str, overlap: bool, combined: bool,
         saves_hidden = any(count and size == local.hidden_bytes for count, size in saved_arrays(local, backend))
         relaid += layers * local.hidden_bytes if saves_hidden else 0
     return relaid
+
+
+def reduces_between_nodes(local: LocalSizes) -> bool:
+    """Return whether gradients of each layer are summed over data in other nodes, which takes longer than the matmuls beside it.
+
+    XLA makes one of the copies of `relaid_bytes` meanwhile: so with one microbatch on 16 and 32 Hopper GPUs (Llama 3.1 8B and 3.2 3B,
+    tensor=4 and 8), not on 8, nor with the sum after several microbatches, nor with zero_stage=2 (Llama 2 13B), whose reduce-scatters
+    move half as much, nor with fp8_delayed, whose largest values are read late.
+    """
+    config = local.config
+    several_nodes = local.data > 1 and local.pipeline == 1 and local.data * local.tensor > NODE_DEVICES
+    at_once = config.trainer.accumulation == 1 and config.mesh.zero_stage == 0
+    return several_nodes and at_once and not config.precision.eight_bit
 
 
 def ring_keeps_update(local: LocalSizes) -> bool:

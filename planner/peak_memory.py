@@ -199,6 +199,9 @@ class StepMemory(LayerPeak, AfterLayers):
             delayed = self.delayed_block_scaled() + (local.slot_bytes + local.stream_bytes if turn_waits else 0)
             delayed += self.next_attention()
             start = self.backward(relaid=relaid, layers=self.turn.delayed_at_start, delayed=delayed)
+            if relaid and local.tensor > 1 and self.overlap and not self.reduced:
+                # no reduction waits between: the first gradients are padded into the stacks after the copies
+                start |= {"gradients": Component(self.early_table(), "none yet: the stacks begin with the first gradients")}
             if delayed and block_scaled.applies(local):
                 start |= {"gradients": Component(self.early_table(), "none yet: those of the first layers are delayed")}
             return start | ({"loss": self.reduced_early()} if turn_waits and self.reduces_in_turn and self.reduces_table_early else {})

@@ -487,6 +487,8 @@ LAST = "last layer of the backward pass"
 AT_END = (LAST, "reductions after the layers")
 """Points of the plan in the backward pass of the first layer, which comes last, and of the tables."""
 CLOSE = {
+    ("models/llama-3.2-3b", "none", 8192): {START: 0.06},
+    ("models/llama-3.1-8b", "none", 8192): {START: 0.06},
     ("models/gemma2-9b", "offload"): {WHOLE: 0.015},
     ("models/gemma2-9b", "offload", 4096): {"loss": 0.012, BACKWARD: 0.012},
     ("models/gemma2-9b", "offload", 32768): {"loss": 0.03, BACKWARD: 0.012},
