@@ -65,11 +65,10 @@ def counted_kernels(local: LocalSizes, program: GpuProgram) -> int:
     """Return how many kernels of a layer's weight gradients are counted as long ones.
 
     The sum of a matmul that is split along its summed dim; the gradients of the biases of keys and values, as they are stacked; a library's
-    matmul with the kernel that its input needs; the input of MLP down, computed again, unless a norm of the MLP's result needed that result
-    before.
+    matmul with the kernel that its input needs; the input of MLP down, computed again, unless the MLP's result is computed again too.
     """
-    multiplies = not _norm_after(local)
-    return _of_attention(local, program) + (3 if local.model.gated_mlp else 2) * _is_split(local, program, local.hidden_bytes) + multiplies
+    of_mlp = (3 if local.model.gated_mlp else 2) * _is_split(local, program, local.hidden_bytes)
+    return _of_attention(local, program) + of_mlp + (not recomputed(local.model, local.config.compute.remat).mlp_update)
 
 
 def _calls_library(local: LocalSizes) -> bool:
@@ -87,9 +86,10 @@ def _calls_library_for_key(local: LocalSizes, program: GpuProgram) -> bool:
     """Return whether the gradient of the weight of keys is a call of a library, after a kernel that joins the rotated halves.
 
     So it is for one head of keys: it comes first in the matmul. Kernels of Triton join the halves themselves where each row is a part of
-    the split sum; with a norm of keys its kernel does.
+    the split sum; with a norm of keys its kernel does. Rotated pairs (rope_interleaved) are no halves.
     """
-    one = local.model.kv_heads == local.tensor and not local.model.qk_norm
+    model = local.model
+    one = model.kv_heads == local.tensor and not model.qk_norm and not model.rope_interleaved
     return one and _is_split(local, program, local.key_bytes) and local.rows != _parts(local, program, local.key_bytes)
 
 
