@@ -593,7 +593,7 @@ CLOSE = {
     ("models/olmo2-13b", "offload", "dgx-a100"): {START: 0.04, BACKWARD: 0.055, LAST: 0.04, WHOLE: 0.012},
     ("models/llama-3.1-8b", "full", "gb200-nvl72"): {START: 0.02, BACKWARD: 0.012, LAST: 0.015, WHOLE: 0.012},
     ("models/llama-3.2-1b", "full", "gb200-nvl72"): {START: 0.012, BACKWARD: 0.012, WHOLE: 0.012},
-    ("models/llama-3.2-1b", "full", "dgx-a100"): {START: 0.045, BACKWARD: 0.035, LAST: 0.015, WHOLE: 0.012},
+    ("models/llama-3.2-1b", "full", "dgx-a100"): {START: 0.015, BACKWARD: 0.012, LAST: 0.025, WHOLE: 0.018},
     ("models/llama-3.1-8b", "names", "gb200-nvl72", "tensor"): {"loss": 0.012, START: 0.012, BACKWARD: 0.02, WHOLE: 0.012},
     ("models/llama-2-7b", "dots", "dgx-a100"): {"loss": 0.012, START: 0.012, BACKWARD: 0.012, WHOLE: 0.012},
     ("models/qwen2.5-7b", "full", "gb200-nvl72"): {START: 0.04, BACKWARD: 0.012, WHOLE: 0.03},
