@@ -244,8 +244,12 @@ class Turn:
 
     @property
     def measures_late(self) -> bool:
-        """Whether the largest magnitudes of gradients are found late in layers in order, not over tensor: only the next step needs them."""
-        return self.in_order and self.local.tensor == 1 and self.local.config.precision.matmul == "fp8_delayed"
+        """Whether the largest magnitudes of gradients are found late in layers in order, not over tensor: only the next step needs them.
+
+        Not where layers wait for their inputs from host memory (heap of Gemma 2 2B).
+        """
+        narrow = self.local.config.precision.matmul == "fp8_delayed" and not offloads_inputs(self.local)
+        return self.in_order and self.local.tensor == 1 and narrow
 
     def _measured_late(self) -> int:
         """Return the size of what the last kernels of a layer read beside the operands of weight gradients, where it `measures_late`.
