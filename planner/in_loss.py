@@ -1,0 +1,101 @@
+"""Memory of one device in the loss: what the layers kept, a chunk of logits, and what XLA computes early or keeps for later."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ridgeline.planner import block_scaled, constant_costs
+from ridgeline.planner.activations import Component, mask_bytes, relaid_bytes, saved_arrays
+from ridgeline.planner.layer_peak import LayerPeak
+from ridgeline.planner.recompute import recomputed
+
+
+@dataclass(frozen=True)
+class InLoss(LayerPeak):
+    """What is live in the loss of a step of these sizes."""
+
+    def loss(self) -> dict[str, Component]:
+        """Return what is live in the loss: all saved activations and one chunk of logits."""
+        local = self.local
+        tokens, table, vocab = local.loss_chunk_tokens, local.table, local.model.padded_vocab_size // local.tensor
+        teacher = 0 if local.config.distillation.weight is None else 4  # the gradient of the divergence in float32
+        logits, gradient = tokens * vocab * (4 + local.compute_itemsize + teacher), 0 if local.adapted else 4 * table
+        one_chunk = self.one_chunk and not self.in_loop
+        if self.one_chunk:  # the float32 logits are gone when the table's gradient is computed
+            later = tokens * vocab * local.compute_itemsize + (0 if self.delayed_logits else gradient)
+            logits, gradient = max(logits, later), 0
+        zeroed = (2 if local.model.gated_mlp else 1) * local.mlp_matrices // (local.fsdp // local.expert)
+        zeroed = local.trained if local.adapted else zeroed
+        policy = local.config.compute.remat.policy
+        if self.overlap:
+            # By XLA's own thresholds of combining, the stacks of gradients that are converted later are zeroed after the loss.
+            zeroed = (
+                (self.sharded.trained if local.adapted else self.sharded.layer_matrices)
+                if self.combined or local.gradient_itemsize == self.stack_itemsize
+                else 0
+            )
+            # so in the heaps of Mixtral, Qwen3 and gpt-oss, not in those of DeepSeek
+            trains_experts = local.model.moe is not None and not local.adapted and local.model.latent_attention is None
+            # and of Gemma 2 and 3 and OLMo 3 that recompute everything, or gate and up where layers are left over, which write no stacks
+            ordered = self.turn.in_order and not self.in_loop
+            late = policy == "full" or (policy == "names" and self.turn.left_over > 0)
+            if policy == "offload" or (policy == "full" and local.fsdp == 1) or (ordered and late) or trains_experts:
+                zeroed = 0  # they are zeroed after the loss
+        # XLA recomputes the attention of the last layer early: a norm, queries and keys with and without rotation, values and the result
+        recomputes_early = self.overlap and policy == "full" and not self.turn.in_order
+        early = local.stream_bytes + 3 * local.query_bytes + 3 * local.key_bytes if recomputes_early else 0
+        if self.turn.in_loss and policy == "full":  # of all layers of the last turn, and gate and up of the last layer
+            early = self.turn.layers * early + (2 if local.model.gated_mlp else 1) * local.hidden_bytes
+        elif recomputes_early and self.in_loop and self.combined and recomputed(local.model, local.config.compute.remat).mlp_update:
+            # One microbatch: gate and up run after the loss, beside the sum of the loss over devices, which all gradients need.
+            early += (2 if local.model.gated_mlp else 1) * local.hidden_bytes
+        early += self.turn.not_stacked(self.saved.bytes) + self.turn.rotary_tables() + self.ring_zeros()
+        if self.overlap and policy == "dots" and constant_costs.stacks_input_late(local, self.program):
+            # nor is what the last layer keeps beside residual streams in the stacks yet
+            early += sum(count * size for count, size in saved_arrays(local, self.backend)[1:])
+        if self.copies_in_loss:
+            early += relaid_bytes(local, self.backend, self.overlap, self.combined, self.program) + local.hidden_bytes
+        if self.turn.layers > 1 or self.turn.in_order:
+            early += self.turn.of_offload_in_loss(one_chunk) if policy == "offload" else 0
+        # Of frozen layers XLA gathers two turns early: no gradients wait for their reduction meanwhile.
+        layers = 2 * self.turn.layers if local.adapted else self.turn.in_loss * self.turn.layers + 1
+        if policy == "offload" and self.turn.layers > 1 and not self.in_loop:
+            layers = int(one_chunk)  # the recomputation waits for the copies from host memory
+        gathered = layers * self.gathered_layer() if self.overlap else 0
+        return {
+            "activations": self.saved,
+            "parameter_copies": Component(
+                (self.turn.cut_before_layers() or self.layout_copies() + self.turn.kept_parameters()) + gathered,
+                "transposed parameters of MLP down and attention out"
+                + (", and the gathered weights of the last " + ("layer" if layers == 1 else f"{layers} layers") if gathered else ""),
+            ),
+            "gradients": Component(
+                zeroed * self.stack_itemsize,
+                "gradient buffers that are zeroed before the loss, long before they are filled",
+            ),
+            "accumulated_gradients": self.accumulated(),
+            "attention_workspace": Component(
+                mask_bytes(local, self.backend),
+                "mask of packed documents",
+            ),
+            "working_activations": Component(
+                3 * local.heads * local.stream_bytes + local.cut_stream_bytes + early + block_scaled.constants(local),
+                "final hidden states, their gradient and the last block's output"
+                + ("; attention of the last layer, recomputed" if early else ""),
+            ),
+            "loss": Component(
+                logits + local.compute_itemsize * table + gradient + (0 if self.delayed_logits else self.half_reduced_table()),
+                f"logits of {tokens:,} tokens in float32 and their gradient, the gathered unembedding"
+                + ("" if local.adapted else " and its unsharded float32 gradient"),
+            ),
+        }
+
+    @property
+    def copies_in_loss(self) -> bool:
+        """Whether the stack of block inputs may be copied before the loss, and the last layer's gate be computed again there.
+
+        So in two heaps of three where a ring over tensor is one hop and everything is recomputed in a loop of microbatches: Qwen3 1.7B and
+        Llama 3.1 8B, not Qwen3 8B; which size decides is not known. Not in that of Qwen3 1.7B with tensor=4.
+        """
+        one_hop = self.local.tensor == 2 and self.in_loop
+        return self.ring_recomputes and one_hop and self.local.config.compute.remat.policy == "full"
