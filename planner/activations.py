@@ -226,7 +226,7 @@ def relaid_bytes(local: LocalSizes, backend: str, overlap: bool, combined: bool,
     )
     if between and not ring and policy in ("none", "attention-only"):
         # both gathered streams; with gathers of weights, or slow reductions, between them the first is free when the second is copied
-        both = local.fsdp == 1 and overlap and not reduces_between_nodes(local)
+        both = local.fsdp == 1 and overlap and not reduces_between_nodes(local, program)
         relaid = layers * local.stream_bytes * (2 if both else 1)
     elif between and (ring or policy != "dots" or combined) and local.fsdp > 1 and overlap and not offloads_inputs(local):
         # a ring scatters attention's update piece by piece: where it is kept, it is copied too
@@ -247,17 +247,18 @@ def relaid_bytes(local: LocalSizes, backend: str, overlap: bool, combined: bool,
     return relaid
 
 
-def reduces_between_nodes(local: LocalSizes) -> bool:
+def reduces_between_nodes(local: LocalSizes, program: GpuProgram) -> bool:
     """Return whether gradients of each layer are summed over data in other nodes, which takes longer than the matmuls beside it.
 
-    XLA makes one of the copies of `relaid_bytes` meanwhile: so with one microbatch on 16 and 32 Hopper GPUs (Llama 3.1 8B and 3.2 3B,
-    tensor=4 and 8), not on 8, nor with the sum after several microbatches, nor with zero_stage=2 (Llama 2 13B), whose reduce-scatters
-    move half as much, nor with fp8_delayed, whose largest values are read late.
+    XLA makes one of the copies of `relaid_bytes` meanwhile. Read from heaps, not derived: so with one microbatch on 16 and 32 Hopper GPUs
+    (Llama 3.1 8B and 3.2 3B, tensor=4 and 8), not on 8, nor with the sum after several microbatches, nor with zero_stage=2 (Llama 2 13B),
+    nor with fp8_delayed, whose largest values are read late. Other GPUs were not looked at and count both copies.
     """
     config = local.config
     several_nodes = local.data > 1 and local.pipeline == 1 and local.data * local.tensor > NODE_DEVICES
     at_once = config.trainer.accumulation == 1 and config.mesh.zero_stage == 0
-    return several_nodes and at_once and not config.precision.eight_bit
+    hopper = program.measured_matmuls and program.transposes_float8
+    return several_nodes and at_once and hopper and not config.precision.eight_bit
 
 
 def ring_keeps_update(local: LocalSizes) -> bool:
