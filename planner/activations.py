@@ -240,10 +240,10 @@ def relaid_bytes(local: LocalSizes, backend: str, overlap: bool, combined: bool,
     if backend in ("xla", "reference") and policy == "none":
         relaid += layers * score_bytes(local, 4)
     one_row = backend == "pallas" and policy == "none" and local.rows == 1 and local.context == 1 and local.model.moe is None
-    if one_row and not local.config.precision.eight_bit:
+    if one_row and overlap and not local.config.precision.eight_bit:
         # the kernel writes heads before tokens, and of one row so does the stack of its results; the backward pass reads it as the others
-        # (heaps of Llama 3.2 1B and 3B, 3.1 8B, Qwen2.5 1.5B, Qwen3 1.7B and GPT-2 XL; not with two rows, dots or names; Qwen2.5 7B with 28
-        # heads has no copy, and it is not known why)
+        # (heaps of Llama 3.2 1B and 3B, 3.1 8B, Qwen2.5 1.5B, Qwen3 1.7B and GPT-2 XL; not with two rows, dots, names or XLA's default
+        # flags; Qwen2.5 7B with 28 heads has no copy, and it is not known why)
         relaid += layers * local.context_bytes
     experts = local.config.compute.experts
     if local.model.moe is not None and experts.capacity_factor is None and local.config.precision.eight_bit:
