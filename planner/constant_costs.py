@@ -26,10 +26,9 @@ SUMMED_AT_ONCE = 4096
 def applies(local: LocalSizes, program: GpuProgram) -> bool:
     """Return whether alike layers in a loop gather their inputs, computed again, over tensor under this scheduler."""
     config, model = local.config, local.model
-    alike = model.moe is None and model.layer_period == 1 and not local.adapted and not local.latent_bytes
     plain = local.pipeline * local.context == 1 and in_scan(model, config.compute)
     gathers = local.tensor > 1 and config.compute.tensor_overlap == "gather" and config.compute.remat.policy in ("full", "names", "dots")
-    return not program.measured_matmuls and alike and plain and gathers
+    return not program.measured_matmuls and local.uniform_dense and plain and gathers
 
 
 def gradients_after_attention(local: LocalSizes, program: GpuProgram) -> bool:

@@ -114,8 +114,7 @@ def after_mlp_any_layout(local: LocalSizes, again: Recomputed) -> int:
 
 def in_any_layout(local: LocalSizes, program: GpuProgram) -> bool:
     """Return whether matmuls read float8 arrays as they are, in layers of one kind, without experts, that are not over tensor."""
-    alike = local.model.moe is None and local.model.layer_period == 1 and not local.adapted and not local.latent_bytes
-    return alike and local.tensor == 1 and local.config.precision.eight_bit and not program.transposes_float8
+    return local.uniform_dense and local.tensor == 1 and local.config.precision.eight_bit and not program.transposes_float8
 
 
 def separate_activation(local: LocalSizes, again: Recomputed, program: GpuProgram) -> int:

@@ -11,7 +11,7 @@ from ridgeline.configs.remat import POLICIES
 from ridgeline.planner import block_scaled, constant_costs, delayed_experts, eight_bits
 from ridgeline.planner.activations import attention_workspace, mask_bytes, offloads_inputs
 from ridgeline.planner.live_buffers import LiveBuffers
-from ridgeline.planner.recompute import recomputed
+from ridgeline.planner.recompute import Recomputed, recomputed
 
 STREAMS_IN_FLIGHT = 8
 """Full-sequence residual streams [R, T, D] that are live in the backward pass of one layer (inputs, cotangents and their transposes)."""
@@ -66,54 +66,10 @@ class LayerPeak(LiveBuffers):
         down = local.mlp_matrix * local.gradient_itemsize if self.reduced and self.combined and not local.adapted else 0
         if down and local.model.moe is not None:  # those of the other layers of the turn wait for its end
             down += (self.turn.trained_weights - local.gathered_trained_weights) * local.gradient_itemsize
-        if eight_bits.applies(local):
-            matrices = 2 * local.mlp_matrix * local.compute_itemsize
-            of_mlp, others = eight_bits.in_mlp(local, again)
-            if not self.program.transposes_float8:
-                of_mlp, others = eight_bits.in_mlp_any_layout(local, again, waits=self.waits)
-                of_mlp += eight_bits.separate_activation(local, again, self.program)
-            return max(
-                (
-                    ("its MLP", of_mlp, others, matrices, down, mask),
-                    ("its attention", *eight_bits.in_attention(local), 0, 0, attention),
-                    ("its end", hidden, 5 * stream, 0, waiting + more, mask),
-                ),
-                key=lambda point: sum(point[1:]),
-            )
-        if self.overlap and eight_bits.of_experts(local):
-            matrices, in_experts = 2 * local.mlp_matrix * local.matrix_itemsize, eight_bits.in_experts(local, again)
-            return max(
-                (
-                    *(("its MLP", *sizes, matrices, 0, mask) for sizes in in_experts),
-                    ("its attention", in_experts[1][0] + local.row_bytes, 6 * stream, 0, 0, attention),
-                    ("its end", hidden, at_end * stream, 0, waiting + more, mask),
-                ),
-                key=lambda point: sum(point[1:]),
-            )
-        if eight_bits.in_any_layout(local, self.program):
-            of_mlp, others = eight_bits.mlp_in_any_layout(local, again, at_start=at_start)
-            of_mlp += (at_mlp - usual) * hidden + eight_bits.separate_activation(local, again, self.program)
-            operands, matrices = eight_bits.one_byte(local, 3 * hidden), 2 * local.mlp_matrix * local.matrix_itemsize
-            return max(
-                (
-                    ("its MLP", of_mlp, others, matrices, down, mask),
-                    ("its attention", operands, 3 * stream + 5 * local.query_bytes, 0, 0, attention),
-                    ("its end", hidden, at_end * stream, 0, waiting + more, mask),
-                ),
-                key=lambda point: sum(point[1:]),
-            )
-        if block_scaled.applies(local):
-            matrices, end = 2 * local.mlp_matrix * local.matrix_itemsize, 0 if at_start and not self.scatters_scaled else waiting + more
-            late = 0 if at_start or self.scatters_scaled else down
-            return max(
-                (
-                    ("its MLP", *block_scaled.in_mlp(local, again, at_start=at_start), matrices, late, mask),
-                    ("its attention", 3 * hidden, 6 * stream, 0, 0, attention),
-                    ("its attention", at_mlp * hidden, 3 * stream + 5 * local.query_bytes, 0, 0, attention),
-                    ("its end", hidden, at_end * stream, 0, end, mask),
-                ),
-                key=lambda point: sum(point[1:]),
-            )
+        sizes = at_end, waiting + more, down, mask, attention
+        narrow = self._points_of_narrow_matmuls(again, at_mlp, at_mlp - usual, sizes, at_start=at_start)
+        if narrow:
+            return max(narrow, key=lambda point: sum(point[1:]))
         slices = 2 if kept and self.turn.in_order and not at_start else 0  # of kept gate and up, cut out of the stacks
         # While the input of the next block comes from host memory, XLA computes the gradients of the MLP's weights: gate and up are left,
         # from which the input of down is computed for the last of them. A ring starts when that input is there.
@@ -143,6 +99,52 @@ class LayerPeak(LiveBuffers):
             *self._experts_after_others(mask),
         )
         return max(points, key=lambda point: sum(point[1:]))
+
+    def _points_of_narrow_matmuls(
+        self, again: Recomputed, at_mlp: int, early: int, sizes: tuple[int, int, int, int, int], *, at_start: bool
+    ) -> list[tuple[str, int, int, int, int, int]]:
+        """Return the points of a layer with 8-bit or block-scaled matmuls that have an order of their own; none: it is as others.
+
+        at_mlp: hidden activations in the MLP of other layers, `early` of them beyond the usual ones. sizes: streams at the end of the
+        layer, unsharded gradients there, those of MLP down, mask, and attention's workspace.
+        """
+        local, (at_end, end, down, mask, attention) = self.local, sizes
+        hidden, stream, matrices = local.hidden_bytes, local.stream_bytes, 2 * local.mlp_matrix * local.matrix_itemsize
+        if eight_bits.applies(local):
+            of_mlp, others = eight_bits.in_mlp(local, again)
+            if not self.program.transposes_float8:
+                of_mlp, others = eight_bits.in_mlp_any_layout(local, again, waits=self.waits)
+                of_mlp += eight_bits.separate_activation(local, again, self.program)
+            return [
+                ("its MLP", of_mlp, others, 2 * local.mlp_matrix * local.compute_itemsize, down, mask),
+                ("its attention", *eight_bits.in_attention(local), 0, 0, attention),
+                ("its end", hidden, 5 * stream, 0, end, mask),
+            ]
+        if self.overlap and eight_bits.of_experts(local):
+            in_experts = eight_bits.in_experts(local, again)
+            return [
+                *(("its MLP", *experts, matrices, 0, mask) for experts in in_experts),
+                ("its attention", in_experts[1][0] + local.row_bytes, 6 * stream, 0, 0, attention),
+                ("its end", hidden, at_end * stream, 0, end, mask),
+            ]
+        if eight_bits.in_any_layout(local, self.program):
+            of_mlp, others = eight_bits.mlp_in_any_layout(local, again, at_start=at_start)
+            of_mlp += early * hidden + eight_bits.separate_activation(local, again, self.program)
+            return [
+                ("its MLP", of_mlp, others, matrices, down, mask),
+                ("its attention", eight_bits.one_byte(local, 3 * hidden), 3 * stream + 5 * local.query_bytes, 0, 0, attention),
+                ("its end", hidden, at_end * stream, 0, end, mask),
+            ]
+        if block_scaled.applies(local):
+            delayed = at_start and not self.scatters_scaled
+            of_down = 0 if at_start or self.scatters_scaled else down
+            return [
+                ("its MLP", *block_scaled.in_mlp(local, again, at_start=at_start), matrices, of_down, mask),
+                ("its attention", 3 * hidden, 6 * stream, 0, 0, attention),
+                ("its attention", at_mlp * hidden, 3 * stream + 5 * local.query_bytes, 0, 0, attention),
+                ("its end", hidden, at_end * stream, 0, 0 if delayed else end, mask),
+            ]
+        return []
 
     @property
     def ring_recomputes(self) -> bool:
@@ -201,9 +203,8 @@ class LayerPeak(LiveBuffers):
     def _plain_in_loop(self) -> bool:
         """Whether microbatches run in a loop, in layers of one kind, without experts and norms of results, that are not over tensor."""
         local = self.local
-        alike = local.model.moe is None and local.model.layer_period == 1 and not local.adapted and not local.latent_bytes
         plain = local.config.precision.matmul in ("compute", "fp8") and local.model.norm_position == "pre" and local.tensor == 1
-        return alike and plain and self.in_loop
+        return local.uniform_dense and plain and self.in_loop
 
     def _streams_in_mlp(self, usual: int) -> int:
         """Return the size of what is live in the MLP of a layer beside hidden activations; usual: number of streams, where it is not known.
@@ -230,8 +231,7 @@ class LayerPeak(LiveBuffers):
     def _offloads_after_norms(self) -> bool:
         """Whether values within blocks are in host memory, microbatches run in a loop, and norms follow attention and MLP."""
         local, model, remat = self.local, self.local.model, self.local.config.compute.remat
-        alike = model.moe is None and model.layer_period == 1 and not local.adapted and not local.latent_bytes
-        plain = alike and local.config.precision.matmul == "compute" and local.tensor == 1
+        plain = local.uniform_dense and local.config.precision.matmul == "compute" and local.tensor == 1
         return plain and self.overlap and self.in_loop and model.norm_position == "post" and remat.offloads and not offloads_inputs(local)
 
     def _streams_after_norms(self) -> int:
@@ -263,10 +263,9 @@ class LayerPeak(LiveBuffers):
         layer's input of attention is too, also transposed, with its queries and keys. (Heaps of OLMo 2 7B.)
         """
         local, model, remat = self.local, self.local.model, self.local.config.compute.remat
-        alike = model.moe is None and model.layer_period == 1 and not local.adapted and not local.latent_bytes
         plain = local.config.precision.matmul == "compute" and local.config.compute.tensor_overlap == "gather" and local.pipeline == 1
         from_host = remat.offloads and not offloads_inputs(local) and not self.waits and local.tensor > 1
-        if not (self.overlap and alike and plain and from_host and model.norm_position == "post"):
+        if not (self.overlap and local.uniform_dense and plain and from_host and model.norm_position == "post"):
             return []
         gates, query, key = 2 if model.gated_mlp else 1, local.query_bytes, local.key_bytes
         streams, cut = (7, 4) if at_start else (5, 3)
@@ -327,8 +326,7 @@ class LayerPeak(LiveBuffers):
         workspace: of attention.
         """
         local, model, remat = self.local, self.local.model, self.local.config.compute.remat
-        alike = model.moe is None and model.layer_period == 1 and not local.adapted and not local.latent_bytes
-        plain = alike and local.config.precision.matmul == "compute" and local.compute_itemsize == 2
+        plain = local.uniform_dense and local.config.precision.matmul == "compute" and local.compute_itemsize == 2
         over_tensor = local.tensor > 1 and local.config.compute.tensor_overlap != "ring" and self.overlap and self.in_loop
         if self.program.adds_bfloat16 or not (plain and over_tensor) or not remat.offloads or offloads_inputs(local) or self.waits:
             return []

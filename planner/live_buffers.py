@@ -324,7 +324,7 @@ class LiveBuffers:
         at_start: in the last layer, whose backward pass comes first.
         """
         local, model = self.local, self.local.model
-        alike = model.moe is None and model.layer_period == 1 and not local.adapted and not local.latent_bytes and local.pipeline == 1
+        alike = local.uniform_dense and local.pipeline == 1
         rounds = self.program.adds_bfloat16 or local.compute_itemsize == 4
         if rounds or not (self.overlap and self.in_loop and alike) or local.tensor > 1:
             return 0

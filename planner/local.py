@@ -139,6 +139,11 @@ class LocalSizes:
         """Bytes of the latents of a layer, gathered over the sequence; 0 without latent attention."""
         return self.tokens * latent_width(self.model) * self.compute_itemsize
 
+    @property
+    def uniform_dense(self) -> bool:
+        """Whether all layers are of one kind, without experts, adapters and latent attention."""
+        return self.model.moe is None and self.model.layer_period == 1 and not self.adapted and not self.latent_bytes
+
     @cached_property
     def up_bytes(self) -> int:
         """Bytes of keys without rotated dims and values together, as they are projected from a latent; 0 without latent attention."""
