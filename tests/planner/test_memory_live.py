@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from ridgeline.configs.cluster import load_cluster
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.load import load
 from ridgeline.hlo.collectives import collectives
 from ridgeline.hlo.parse import parse
 from ridgeline.launch.environment import run_flags
+from ridgeline.planner.hardware import hardware
 from ridgeline.planner.memory import memory_per_device
 from ridgeline.trainer.aot.compile import Compiled, Request, compile_ahead, compile_many
 from tests.sampling import drawn
@@ -79,6 +81,24 @@ def test_steps_drawn_over_every_knob_take_what_is_planned(monkeypatch):
         error = (result.argument_bytes + result.temp_bytes) / planned.compiled_bytes - 1
         assert abs(error) < 0.08, (error, config.compute, config.precision)
         assert result.allocated_bytes <= planned.total_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["gb200", "b200"])
+def test_a_stack_is_copied_over_tensor_only_where_xla_has_measured_matmul_times(device):
+    """What the plan knows of XLA's tables (planner/constant_costs.py), asked of the compiler: one step, two GPUs of one architecture."""
+    shape = ("data.seq_len=32768", "model.max_seq_len=32768", "data.batch_size=8", "trainer.accumulation=2", "data.document_masking=false")
+    config = load(
+        "models/llama-3.1-8b", (*shape, "mesh.fsdp=2", "mesh.tensor=2", "compute.remat.policy=full", "precision.compute=bfloat16")
+    ).config
+    flags, level = run_flags(config, device)
+    name = {"gb200": "gb200-nvl72", "b200": "dgx-b200"}[device]
+    on = load_cluster(name).config.model_copy(update={"devices_per_node": 4, "nodes": None})
+    result = compile_ahead(Request.on(config, on, 1, xla_flags=flags, optimization_level=level))
+    planned = memory_per_device(config, result.mesh, device=hardware(device))
+    assert planned.compiled_bytes == pytest.approx(result.argument_bytes + result.temp_bytes, rel=0.025)
+    other = memory_per_device(config, result.mesh, device=hardware({"gb200": "b200", "b200": "gb200"}[device]))
+    assert other.compiled_bytes != pytest.approx(planned.compiled_bytes, rel=0.05)
 
 
 def test_the_sampler_draws_only_attention_that_the_model_can_use(monkeypatch):
