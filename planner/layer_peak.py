@@ -55,10 +55,11 @@ class LayerPeak(LiveBuffers):
         of_attention = [] if kept else self._attention_before_mlp_gradients(attention)
         if self.turn.layers == 1 and not self.turn.in_order and not of_attention:
             # The input of down, which is multiplied again for a norm of the result. With one microbatch the gradient of gate is computed
-            # before that of up and takes the memory of up, which nothing else reads; in a loop it comes second.
-            at_mlp += again.mlp_update and (kept or self.in_loop)
-        if self.overlap and recomputes and local.fsdp * local.tensor == 1:
-            at_mlp += gates  # nothing to gather: the next layer is recomputed early
+            # before that of up and takes the memory of up, which nothing else reads; in a loop it comes second, and where the next layer is
+            # recomputed early.
+            at_mlp += again.mlp_update and (kept or self.in_loop or self.recomputes_early)
+        if recomputes and self.recomputes_early:
+            at_mlp += gates
         at_end = 5 if 1 in (local.tensor, local.rows) else STREAMS_IN_FLIGHT
         # 8-bit matmuls: the input of down for its weight gradient, and the gradient of a hidden activation in both layouts, one byte each
         quantized = 3 * hidden // local.compute_itemsize if recomputes and local.config.precision.eight_bit else 0

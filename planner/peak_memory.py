@@ -116,7 +116,8 @@ class StepMemory(InLoss, AfterLayers):
             if relaid and local.tensor > 1 and self.overlap and not self.reduced:
                 # no reduction waits between: the first gradients are padded into the stacks after the copies
                 start |= {"gradients": Component(self.early_table(), "none yet: the stacks begin with the first gradients")}
-            if delayed and block_scaled.applies(local):
+            first_late = self.in_loop and self.next_attention() and local.config.compute.remat.policy == "full"
+            if first_late or (delayed and block_scaled.applies(local)):
                 start |= {"gradients": Component(self.early_table(), "none yet: those of the first layers are delayed")}
             return start | ({"loss": self.reduced_early()} if turn_waits and self.reduces_in_turn and self.reduces_table_early else {})
         after = 3 * (local.hidden_bytes + local.stream_bytes) + 5 * local.cut_stream_bytes + 2 * (local.query_bytes + local.key_bytes)
@@ -134,16 +135,21 @@ class StepMemory(InLoss, AfterLayers):
     def next_attention(self) -> int:
         """Return the bytes of the next layer's attention that are recomputed while the last layer, which is not in the loop, runs.
 
-        So with one microbatch where there is nothing to gather (heap of Llama 3.2 3B, data=8, `full`): the inputs of attention and MLP,
-        queries and keys with and without rotation, values, the result, and attention's update.
+        So where there is nothing to gather, but gradients are reduced, and whole blocks are recomputed. With one microbatch: the inputs of
+        attention and MLP, queries and keys with and without rotation, values, the result, and attention's update (heap of Llama 3.2 3B,
+        data=8, `full`). In a loop of microbatches: of both layers queries, keys, values and the result, with norms of queries and keys also
+        their inputs, in place of one stream (heaps of Llama 3.2 1B and 3B, Qwen3 1.7B and Mistral Nemo 12B over data=8).
         """
-        local = self.local
+        local, remat = self.local, self.local.config.compute.remat
         several = self.turn.layers > 1 or self.turn.in_order
         plain = not several and not local.latent_bytes and not local.adapted and local.model.moe is None
-        gathers = local.fsdp * local.tensor * local.expert * local.context > 1
-        if gathers or not plain or self.in_loop or not self.overlap or local.config.compute.remat.policy != "full":
+        gathers = local.expert * local.context > 1
+        if gathers or not (self.recomputes_early and plain) or not (remat.policy == "full" or offloads_inputs(local)):
             return 0
-        return 3 * local.stream_bytes + 3 * local.query_bytes + 3 * local.key_bytes
+        query, key, stream = local.query_bytes, local.key_bytes, local.stream_bytes
+        if not self.in_loop:
+            return 3 * (stream + query + key) + (2 * (query + key) if local.model.qk_norm else 0)
+        return 4 * (query + key) - stream + (2 * query + 4 * key if local.model.qk_norm else 0)
 
     def _start_in_order(self, relaid: int) -> Components:
         """Return what is live in the first layers of the backward pass of ordered turns, which are not in the loop.
