@@ -642,7 +642,7 @@ CLOSE = {
     ("models/deepseek-v2-lite", "names"): {START: 0.012, BACKWARD: 0.04, WHOLE: 0.015},
     ("models/qwen3-235b-a22b", "offload"): {BACKWARD: 0.03, WHOLE: 0.035},
     ("models/qwen3-30b-a3b", "full", 8192): {START: 0.025, WHOLE: 0.055},
-    ("models/olmo2-1b", "offload", "dgx-h200"): {START: 0.025, WHOLE: 0.03},
+    ("models/olmo2-1b", "offload", 32768): {START: 0.025, WHOLE: 0.03},
     ("models/qwen3-1.7b", "offload", "dgx-h200"): {START: 0.012, WHOLE: 0.022},
 }
 """Model and policy, and where several have both the length of the rows or a mesh with tensor or data -> points whose sum of components is
