@@ -1,4 +1,7 @@
-"""Every command of README and docs runs, in order, and prints what the page shows (scripts/refresh_docs.py has the conventions)."""
+"""Commands of README and docs run, in order, and print what the page shows (scripts/refresh_docs.py has the conventions).
+
+README's all run; of the other pages, each of which stands alone, those drawn for the commit (`make test FULL=1`: all).
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,16 @@ import pytest
 
 from ridgeline.cli.main import ridge
 from scripts.refresh_docs import PAGES, ROOT, Block, Workspace, blocks, difference, expects_failure, pattern, renewed, trimmed
+from tests.sampling import drawn
 
-BLOCKS = [
-    block
-    for page in PAGES
-    for block in blocks(page)
-    if (block.file is not None or block.language == "console") and block.reason_not_run is None
-]
-"""Blocks that run. The others state why they do not (test_no_command_hides_from_the_test)."""
+
+def runs(block: Block) -> bool:
+    """Whether it is written or run; the others state why they are not (test_no_command_hides_from_the_test)."""
+    return (block.file is not None or block.language == "console") and block.reason_not_run is None
+
+
+DRAWN = [PAGES[0], *drawn([page for page in PAGES[1:] if any(map(runs, blocks(page)))], 9)]
+BLOCKS = [block for page in DRAWN for block in blocks(page) if runs(block)]
 
 
 @pytest.fixture(scope="module")
