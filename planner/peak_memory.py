@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ridgeline.configs.remat import POLICIES
-from ridgeline.planner import block_scaled, constant_costs, delayed_experts, eight_bits
+from ridgeline.planner import block_scaled, constant_costs, delayed_experts, eight_bits, first_over_tensor
 from ridgeline.planner.activations import (
     Component,
     attention_workspace,
@@ -105,7 +105,8 @@ class StepMemory(InLoss, AfterLayers):
         pieces = ring_keeps_update(local) and not narrow
         late = narrow and not self.program.transposes_float8 and not again.attention_update
         constant = self.overlap and constant_costs.gradients_after_attention(local, self.program)
-        short = again.mlp_update or self.waits or late if narrow else dots or pieces or constant
+        measured = self.overlap and first_over_tensor.applies(local, self.program)
+        short = again.mlp_update or self.waits or late if narrow else dots or pieces or constant or measured
         if relaid and narrow and not short:
             relaid += eight_bits.while_copied(local, again)
         if not relaid or self.turn.layers > 1 or not short:
@@ -124,6 +125,8 @@ class StepMemory(InLoss, AfterLayers):
             after = 3 * local.hidden_bytes + 4 * local.stream_bytes + 2 * (local.query_bytes + local.key_bytes)
         if constant:
             after = constant_costs.while_copied(local, self.program)
+        elif measured:
+            after = first_over_tensor.while_copied(local, self.program)
         elif narrow:
             after = eight_bits.after_mlp_any_layout(local, again) if late else eight_bits.after_mlp(local, waits=self.waits)
         after += relaid
