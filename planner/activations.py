@@ -214,7 +214,7 @@ def relaid_bytes(local: LocalSizes, backend: str, overlap: bool, combined: bool,
     (heaps of Llama 3.1 8B, Qwen3 8B and Mistral Nemo 12B); nor is it copied where the last layer is written into it late
     (planner/constant_costs.py). Where norms follow attention and MLP, the last kernel that reads the old stack adds to it attention's
     update again, as no backward pass of a norm reads the block's input: the last layer is written after that (heaps of OLMo 2 1B and 7B;
-    with dots there are copies, and 8-bit matmuls were not looked at). Attention that stores scores transposes them, and so do grouped
+    with 8-bit matmuls too; with dots there are copies). Attention that stores scores transposes them, and so do grouped
     matmuls of experts in 8 bits what they saved.
     """
     policy, layers = local.config.compute.remat.policy, local.model.num_layers
@@ -231,7 +231,8 @@ def relaid_bytes(local: LocalSizes, backend: str, overlap: bool, combined: bool,
     elif between and (ring or policy != "dots" or combined) and local.fsdp > 1 and overlap and not offloads_inputs(local):
         # a ring scatters attention's update piece by piece: where it is kept, it is copied too
         written_late = constant_costs.stacks_input_late(local, program)
-        written_late |= local.model.norm_position == "post" and not ring and policy != "dots" and local.config.precision.matmul == "compute"
+        plain = local.config.precision.matmul == "compute" or local.config.precision.eight_bit
+        written_late |= local.model.norm_position == "post" and not ring and policy != "dots" and plain
         several = policy == "dots" and (ring or local.model.norm_position != "pre")
         stacks = 2 if ring_keeps_update(local) or several else 1
         relaid = 0 if block_waits or written_late else layers * local.cut_stream_bytes * stacks

@@ -111,7 +111,7 @@ def at_end_of_attention(local: LocalSizes, program: GpuProgram) -> tuple[int, in
     their sum, those of both results, the MLP's input, and attention's transposed; as it is too where a split matmul reads it.
     `LayerPeak.backward` adds one stream in float32.
     """
-    streams = 8 + _reads_gathered(local, program)
+    streams = 8 + reads_gathered(local, program)
     return _hidden(local), streams * local.stream_bytes + _heads(local) + (_sharded(local, program) - 2) * local.cut_stream_bytes
 
 
@@ -121,11 +121,11 @@ def while_copied(local: LocalSizes, program: GpuProgram) -> int:
     As in `at_end_of_attention`; the three gradients are gone, the layer's result and attention's update are there. Attention's input is not
     transposed yet, but where the kernels of attention alone hide the gather.
     """
-    streams = 5 + (1 + _reads_gathered(local, program)) * (_of_attention(local, program) >= HIDES_GATHER)
+    streams = 5 + (1 + reads_gathered(local, program)) * (_of_attention(local, program) >= HIDES_GATHER)
     return _hidden(local) + streams * local.stream_bytes + _heads(local) + (_sharded(local, program) + 2) * local.cut_stream_bytes
 
 
-def _reads_gathered(local: LocalSizes, program: GpuProgram) -> bool:
+def reads_gathered(local: LocalSizes, program: GpuProgram) -> bool:
     """Return whether split matmuls read attention's input as it was gathered: where each row is a part of the sum."""
     parts = [_parts(local, program, size) for size in (local.key_bytes, local.query_bytes)]
     return any(count > 1 and local.rows in (1, count) for count in parts)

@@ -42,12 +42,28 @@ def in_mlp(local: LocalSizes, again: Recomputed) -> tuple[int, int]:
     return hidden, 3 * one_byte(local, local.stream_bytes) + attention + local.stream_bytes * again.attention_update
 
 
+def in_forward_pass_again(local: LocalSizes) -> tuple[int, int]:
+    """Return the sizes of hidden activations and of all others when the MLP's result has been computed again, for the norm after it.
+
+    Hidden: gate, up, their product, also in float8. Of the whole sequence the inputs of attention and MLP, gathered in the compute dtype,
+    and the result in two layouts; where attention's update is kept, in the layer that comes first, for which the MLP runs in the loss: the
+    MLP's input and result, the final hidden states and their gradient. Of attention as in `in_mlp`, with norms of queries and keys also the
+    inputs of these; sharded: attention's update. (Heaps of OLMo 2 7B over tensor=4 and 8.)
+    """
+    attention = local.query_bytes + local.context_bytes + one_byte(local, local.context_bytes) + 2 * local.key_bytes
+    attention += local.query_bytes + local.key_bytes if local.model.qk_norm else 0
+    hidden = (3 if local.model.gated_mlp else 2) * local.hidden_bytes + one_byte(local, local.hidden_bytes)
+    return hidden, 4 * local.stream_bytes + attention + local.cut_stream_bytes
+
+
 def in_mlp_any_layout(local: LocalSizes, again: Recomputed, *, waits: bool) -> tuple[int, int]:
     """As `in_mlp`, for devices that read float8 arrays in any layout (hidden activations: `mlp_in_any_layout`).
 
     Others: the gathered inputs of attention and MLP, which are quantized after the gather, and the gradient of the MLP's update in float8.
     Where attention is recomputed, of it what `in_mlp` has; where not, most is live a kernel later, with the gradient of the MLP's input by
-    up (counted here as half a stream, since half a hidden activation is gone).
+    up (counted here as half a stream, since half a hidden activation is gone). With norms of queries and keys the inputs of these are there
+    too; where a norm follows the MLP, the input of down has been quantized for its result, and attention's update is left (heap of OLMo 2
+    7B on B200s).
 
     waits: the layer is recomputed when the gradient of its result is there. Kept gate and up are then cut out of the stacks before the
     kernel that reads them, in which the input of down is one result more; attention is recomputed after it.
@@ -59,6 +75,10 @@ def in_mlp_any_layout(local: LocalSizes, again: Recomputed, *, waits: bool) -> t
     if not again.attention_update:
         return hidden, 3 * local.stream_bytes
     attention = local.query_bytes + local.context_bytes + one_byte(local, local.context_bytes) + 2 * local.key_bytes
+    attention += local.query_bytes + local.key_bytes if local.model.qk_norm else 0
+    if again.mlp_update:
+        hidden += one_byte(local, local.hidden_bytes)
+        attention += local.cut_stream_bytes
     return hidden, 2 * local.stream_bytes + one_byte(local, local.stream_bytes) + attention
 
 
@@ -70,6 +90,37 @@ def in_attention(local: LocalSizes) -> tuple[int, int]:
     MLP's weight gradients.
     """
     return 3 * one_byte(local, local.hidden_bytes), 4 * local.stream_bytes + 2 * one_byte(local, local.stream_bytes)
+
+
+def gradients_after_attention(local: LocalSizes, again: Recomputed, program: GpuProgram) -> bool:
+    """Return whether the weight gradients of a layer come after its attention's backward pass.
+
+    So it is with bfloat16 gradients where the MLP is computed again (heaps of OLMo 2 7B, Llama 3.1 8B and Qwen3 8B; with float32 gradients
+    those of the MLP come before). It shows over many devices, where gathered streams are large beside the rest.
+    """
+    from_host = local.config.compute.remat.offloads
+    return applies(local) and "up" in again.weights and not from_host and local.gradient_itemsize == 2 and program.transposes_float8
+
+
+def after_attention(local: LocalSizes, *, relaid: int | None = None) -> tuple[int, int]:
+    """Return the sizes of hidden activations and of all others when the gradients of attention's input are summed, and all weight gradients
+    of the layer are still to come.
+
+    Float8: the inputs of the MLP's weight gradients and the gradients of both updates. In the compute dtype two of the three gradients,
+    with their sum, and the inputs of attention and MLP, which are not transposed yet. Of attention the gradients of queries and keys before
+    they are quantized, that of values, the result, and in float8 the operands of weight gradients. Sharded: attention's update.
+    Gradients of biases and of norms of queries and keys come after the sum too, in place of kernels that wait before it
+    (planner/first_over_tensor.py): attention's input has been transposed, in float8; in the loop that of the next layer is gathered. The
+    inputs of such norms are there too.
+
+    relaid: of a stack that is copied in the layer that comes first, which is done before the sum in this second case; None: in the loop.
+    """
+    heads = local.query_bytes + local.context_bytes + local.key_bytes + local.value_bytes
+    heads += one_byte(local, heads) + (local.query_bytes + local.key_bytes if local.model.qk_norm else 0)
+    streams = 5 * local.stream_bytes + 2 * one_byte(local, local.stream_bytes)
+    if local.model.qk_norm or local.model.attention_bias:
+        streams += one_byte(local, local.stream_bytes) + (0 if relaid is None else relaid - local.stream_bytes)
+    return 3 * one_byte(local, local.hidden_bytes), streams + heads + local.cut_stream_bytes
 
 
 def while_copied(local: LocalSizes, again: Recomputed) -> int:

@@ -116,7 +116,12 @@ class LayerPeak(LiveBuffers):
             if not self.program.transposes_float8:
                 of_mlp, others = eight_bits.in_mlp_any_layout(local, again, waits=self.waits)
                 of_mlp += eight_bits.separate_activation(local, again, self.program)
+            computes = again.mlp_update and (again.attention_update or at_start) and self.program.transposes_float8
+            forward = [eight_bits.in_forward_pass_again(local)] if computes else []
+            pending = not at_start and eight_bits.gradients_after_attention(local, again, self.program)
             return [
+                *([("its attention", *eight_bits.after_attention(local), 0, 0, attention)] if pending else []),
+                *(("its MLP", *sizes, 0, 0, mask) for sizes in forward),
                 ("its MLP", of_mlp, others, 2 * local.mlp_matrix * local.compute_itemsize, down, mask),
                 ("its attention", *eight_bits.in_attention(local), 0, 0, attention),
                 ("its end", hidden, 5 * stream, 0, end, mask),
@@ -188,6 +193,26 @@ class LayerPeak(LiveBuffers):
         if not at_start:
             return in_kernel, 4 * stream + 4 * cut + attention
         return max((in_kernel, 3 * stream + cut + attention), ((gates + 2) * pieces, 4 * stream + 6 * cut + attention), key=sum)
+
+    def ring_while_copied(self) -> int:
+        """Return the size of what is live in the layer that comes first while XLA copies the stack of block inputs, with inputs that pass a
+        ring of several hops; 0: no such layer, or a ring of one hop (`copies_in_loss`).
+
+        The copy is made when the gradient of attention's update has passed the ring, but for weight gradients the last of the kernels that
+        are ready (planner/first_over_tensor.py). Their operands are joined then: the transposed inputs of attention and MLP; pieces from
+        other devices are left of the MLP's input and of the gradients of both updates. With the zeros the input of down and the gradients
+        of gate and up, of attention queries, keys, values and the result, with norms of queries and keys also the inputs of these, and five
+        streams between blocks. (Heaps of Llama 3.1 70B and 8B and Qwen3 8B.)
+        """
+        local, model = self.local, self.local.model
+        full = local.config.compute.remat.policy == "full" and local.config.precision.matmul == "compute"
+        if not (self.ring_recomputes and full and self.program.measured_matmuls) or local.tensor == 2:
+            return 0
+        hidden = (3 if model.gated_mlp else 2) * local.hidden_bytes
+        heads = local.query_bytes + local.context_bytes + local.key_bytes + local.value_bytes
+        heads += local.query_bytes + local.key_bytes if model.qk_norm else 0
+        pieces = 3 * (local.stream_bytes - local.cut_stream_bytes)
+        return self.ring_zeros() + hidden + 2 * local.stream_bytes + pieces + heads + 5 * local.cut_stream_bytes
 
     @property
     def _reads_hidden_from_host(self) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ridgeline.configs.remat import POLICIES
-from ridgeline.planner import block_scaled, constant_costs, delayed_experts, eight_bits
+from ridgeline.planner import block_scaled, constant_costs, delayed_experts, eight_bits, first_over_tensor
 from ridgeline.planner.activations import (
     Component,
     attention_workspace,
@@ -105,7 +105,12 @@ class StepMemory(InLoss, AfterLayers):
         pieces = ring_keeps_update(local) and not narrow
         late = narrow and not self.program.transposes_float8 and not again.attention_update
         constant = self.overlap and constant_costs.gradients_after_attention(local, self.program)
-        short = again.mlp_update or self.waits or late if narrow else dots or pieces or constant
+        measured = self.overlap and first_over_tensor.applies(local, self.program)
+        in_ring = self.ring_while_copied()
+        short = again.mlp_update or self.waits or late if narrow else dots or pieces or constant or measured or in_ring
+        pending = 0
+        if eight_bits.gradients_after_attention(local, again, self.program):
+            pending = sum(eight_bits.after_attention(local, relaid=relaid)) + 2 * local.cut_stream_bytes
         if relaid and narrow and not short:
             relaid += eight_bits.while_copied(local, again)
         if not relaid or self.turn.layers > 1 or not short:
@@ -119,15 +124,21 @@ class StepMemory(InLoss, AfterLayers):
             first_late = self.in_loop and self.next_attention() and local.config.compute.remat.policy == "full"
             if first_late or (delayed and block_scaled.applies(local)):
                 start |= {"gradients": Component(self.early_table(), "none yet: those of the first layers are delayed")}
+            text = "attention in the backward pass of one layer, before its weight gradients"
+            start["working_activations"] = max(start["working_activations"], Component(pending, text), key=lambda part: part.bytes)
             return start | ({"loss": self.reduced_early()} if turn_waits and self.reduces_in_turn and self.reduces_table_early else {})
         after = 3 * (local.hidden_bytes + local.stream_bytes) + 5 * local.cut_stream_bytes + 2 * (local.query_bytes + local.key_bytes)
         if pieces:
             after = 3 * local.hidden_bytes + 4 * local.stream_bytes + 2 * (local.query_bytes + local.key_bytes)
         if constant:
             after = constant_costs.while_copied(local, self.program)
+        elif measured:
+            after = first_over_tensor.while_copied(local, self.program)
+        elif in_ring:
+            after = in_ring
         elif narrow:
             after = eight_bits.after_mlp_any_layout(local, again) if late else eight_bits.after_mlp(local, waits=self.waits)
-        after += relaid
+        after = max(after + relaid, pending)
         layer = self.backward(layers=self.turn.delayed_at_start)
         text = "after the MLP in the backward pass of one layer; one saved value of all layers in another layout"
         return layer | {"working_activations": max(layer["working_activations"], Component(after, text), key=lambda part: part.bytes)}
