@@ -130,8 +130,8 @@ def before_weight_gradients(local: LocalSizes, again: Recomputed, *, ordered: bo
     are those of norms of queries and keys: their inputs; from SUMMED_TOKENS on, the gradients of these are quantized early.
 
     ordered: of a layer of a turn whose backward passes follow each other. Of norms those of the MLP alone are delayed: its update, the
-    gradient of that norm's result, and with a norm before it also the input and both gradients of it. Attention in blocks has float32
-    gradients of queries and keys, and those of values are not quantized yet.
+    gradient of that norm's result, and with a norm before it also the input and both gradients of it. Of attention in blocks the gradients
+    of values are not quantized yet, and with norms of queries and keys the gradients that leave these are there in float32.
     """
     gates, narrow = 2 if local.model.gated_mlp else 1, local.compute_itemsize
     # also the input of down
@@ -152,7 +152,8 @@ def before_weight_gradients(local: LocalSizes, again: Recomputed, *, ordered: bo
     if ordered:
         normed = (5 if local.model.norm_position == "both" else 2) * local.stream_bytes
         if local.attention_backend() == "chunked":
-            attention += (4 * (local.query_bytes + local.key_bytes) + (narrow - 1) * local.value_bytes) // narrow
+            wide = 4 * (local.query_bytes + local.key_bytes) if local.model.qk_norm else 0
+            attention += (wide + (narrow - 1) * local.value_bytes) // narrow
     else:
         normed += 4 * local.stream_bytes * again.mlp_update
     heads = local.query_bytes + local.key_bytes
