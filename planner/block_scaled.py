@@ -104,12 +104,18 @@ def in_mlp_in_order(local: LocalSizes, again: Recomputed, pending: int) -> tuple
     there, both its values are in the compute dtype); of the MLP neither its result nor the gradient of that. With norms before attention
     and MLP also their inputs, and the input of attention in one byte. (Heaps of OLMo 3 7B and Gemma 3 12B, `full`.)
 
+    Kept gate and up are cut out of the stacks before the layer; with two layers pending, those of two later layers too, and one of the two
+    has quantized the operands of its MLP's weight gradients (heap of OLMo 3 7B, mxfp8, names of both).
+
     pending: layers whose weight gradients are pending.
     """
     waiting = pending * before_weight_gradients(local, again, ordered=True)
-    gelu = local.model.activation == "gelu_tanh"
+    gelu, gates = local.model.activation == "gelu_tanh", 2 if local.model.gated_mlp else 1
+    kept = gates - len({"gate", "up"} & again.weights)
     hidden, others = in_mlp(local, again, at_start=False)
-    hidden += local.hidden_bytes * gelu
+    hidden += local.hidden_bytes * (gelu + kept)
+    if kept == gates and pending > 1:
+        hidden += 2 * kept * local.hidden_bytes - (gates + 1) * local.hidden_bytes // local.compute_itemsize
     if local.config.precision.block_scaled == "nvfp4" and again.weights >= {"gate", "up"}:
         hidden = (4 if gelu else 5) * local.hidden_bytes
         others -= local.stream_bytes * again.mlp_update + local.stream_bytes // local.compute_itemsize
@@ -137,7 +143,7 @@ def before_weight_gradients(local: LocalSizes, again: Recomputed, *, ordered: bo
     # also the input of down
     scaled = gates + (local.config.precision.block_scaled == "nvfp4" or (ordered and again.mlp_update))
     hidden = (gates + 2 - again.mlp_update) * local.hidden_bytes
-    if not {"gate", "up"} & again.weights:
+    if not {"gate", "up"} & again.weights and not ordered:
         early = (narrow - 1) * gates * local.hidden_bytes // (2 * narrow) if again.attention_update else 0
         hidden = (gates + 1) * local.hidden_bytes - early
     hidden += scaled * scales(local, local.hidden_bytes)

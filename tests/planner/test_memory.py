@@ -612,6 +612,7 @@ CLOSE = {
     ("models/llama-3.2-3b", "offload", "gb200-nvl72"): {START: 0.012, BACKWARD: 0.012, LAST: 0.012, WHOLE: 0.012},
     ("models/gemma3-12b", "offload", "gb200-nvl72"): {START: 0.015, BACKWARD: 0.012, WHOLE: 0.012},
     ("models/olmo3-7b", "full", "gb200-nvl72"): {START: 0.012, BACKWARD: 0.025, WHOLE: 0.015},
+    ("models/olmo3-7b", "names", "gb200-nvl72"): {START: 0.012, BACKWARD: 0.022, WHOLE: 0.015},
     ("models/gemma3-12b", "full", "gb200-nvl72"): {START: 0.012, BACKWARD: 0.012, WHOLE: 0.015},
     ("models/olmo3-7b", "full", "dgx-b200"): {START: 0.035, BACKWARD: 0.025, WHOLE: 0.012},
     ("models/qwen3-14b", "full", "dgx-b200"): {BACKWARD: 0.035, WHOLE: 0.015},
