@@ -70,6 +70,10 @@ class LayerPeak(LiveBuffers):
         narrow = self._points_of_narrow_matmuls(again, at_mlp, at_mlp - usual, together, sizes, at_start=at_start)
         if narrow:
             return max(narrow, key=lambda point: sum(point[1:]))
+        after_attention = constant_costs.recomputes_late if at_start else constant_costs.gathers_nothing
+        if self.overlap and after_attention(local, self.program):
+            in_attention = constant_costs.in_attention(local, self.program, at_start=at_start)
+            return max((("its attention", *point, 0, down, attention) for point in in_attention), key=lambda point: sum(point[1:]))
         slices = 2 if kept and self.turn.in_order and not at_start else 0  # of kept gate and up, cut out of the stacks
         # While the input of the next block comes from host memory, XLA computes the gradients of the MLP's weights: gate and up are left,
         # from which the input of down is computed for the last of them. A ring starts when that input is there.

@@ -143,6 +143,8 @@ class StepMemory(InLoss, AfterLayers):
         gathers = local.fsdp * local.tensor * local.expert * local.context > 1
         if gathers or not plain or self.in_loop or not self.overlap or local.config.compute.remat.policy != "full":
             return 0
+        if constant_costs.recomputes_late(local, self.program):
+            return 0
         return 3 * local.stream_bytes + 3 * local.query_bytes + 3 * local.key_bytes
 
     def _start_in_order(self, relaid: int) -> Components:
