@@ -1,4 +1,4 @@
-"""Layers over tensor where XLA's scheduler counts kernels with constants instead of measured times (`GpuProgram.measured_matmuls`).
+"""Layers over tensor, or data alone, where XLA's scheduler counts with constants, not measured times (`GpuProgram.measured_matmuls`).
 
 A collective lasts 5,000 units, a loop fusion or a call of a library 1,000, every other fusion 1, Triton's matmuls too
 (ApproximateLatencyEstimator, xla/service/latency_hiding_scheduler.cc). Matmuls thus hide nothing. The scheduler works from the end of a
@@ -102,6 +102,49 @@ def _parts(local: LocalSizes, program: GpuProgram, size: int) -> int:
     width = size // (local.tokens * local.compute_itemsize)
     tiles = ceil(width / TILE) * ceil(local.model.embed_dim / TILE)
     return 1 << (ceil(program.cores / tiles) - 1).bit_length()
+
+
+def gathers_nothing(local: LocalSizes, program: GpuProgram) -> bool:
+    """Return whether alike layers over data alone, recomputed with nothing to gather, run under this scheduler.
+
+    The MLP's weight gradients come after attention's backward pass then.
+    """
+    config, model = local.config, local.model
+    over_data = local.data > 1 and local.fsdp * local.tensor * local.context * local.expert * local.pipeline == 1
+    plain = config.precision.matmul == "compute" and config.compute.remat.policy == "full" and model.norm_position == "pre"
+    alone = over_data and local.uniform_dense and in_scan(model, config.compute)
+    return not program.measured_matmuls and plain and alone and config.trainer.accumulation == 1
+
+
+def recomputes_late(local: LocalSizes, program: GpuProgram) -> bool:
+    """Return whether, where `gathers_nothing`, the first layers are computed again only when their gradients are near.
+
+    By measured times the sum of the loss over devices is hidden behind the attention of the last two layers, computed again. Here five
+    counted kernels hide it; so few are there only with cuDNN's attention, without biases and norms of queries and keys (Llama 2 7B, 3.1 8B
+    and 3.2 3B; Qwen2.5 7B, Qwen3 4B, and Llama 3.2 3B with the Pallas kernels begin as by measured times; on GB200 and A100).
+    """
+    few = local.attention_backend() == "cudnn" and not local.model.attention_bias and not local.model.qk_norm
+    return gathers_nothing(local, program) and few
+
+
+def in_attention(local: LocalSizes, program: GpuProgram, *, at_start: bool) -> list[tuple[int, int]]:
+    """Return the sizes of hidden activations and of all others at points in attention's backward pass, where `gathers_nothing`.
+
+    Of the MLP gate and up with their gradients; the inputs of attention and MLP, the gradients of the layer's and of attention's result,
+    queries, keys, values and the result, then also the gradients of these, while before the loop the input of down is in place of gate
+    and up. At the start the second layer needs most: of the first the gradients of gate and up and the MLP's input wait. Where bfloat16 is
+    added in float32, also attention's update and a rounded gradient; in the loop the three gradients of attention's input are summed at
+    once. `LayerPeak.backward` adds one stream in float32. (Heaps of Llama 2 7B and Llama 3.2 3B for GB200, Llama 3.1 8B for A100.)
+    """
+    gates, hidden, stream = 2 if local.model.gated_mlp else 1, local.hidden_bytes, local.stream_bytes
+    heads = local.query_bytes + local.key_bytes + local.value_bytes
+    normed = local.query_bytes + local.key_bytes if local.model.qk_norm else 0
+    streams = (4 + at_start + (0 if program.adds_bfloat16 else 2)) * stream + normed - 4 * local.tokens * local.model.embed_dim
+    others = streams + 2 * (heads + local.context_bytes)
+    if at_start:
+        return [(3 * gates * hidden, others - heads), ((2 * gates + 1) * hidden, others)]
+    summed = [] if program.adds_bfloat16 else [(2 * gates * hidden, others + 3 * stream - heads - local.context_bytes)]
+    return [(2 * gates * hidden, others), *summed]
 
 
 def at_end_of_attention(local: LocalSizes, program: GpuProgram) -> tuple[int, int]:

@@ -68,9 +68,13 @@ class LayerPeak(LiveBuffers):
         if down and local.model.moe is not None:  # those of the other layers of the turn wait for its end
             down += (self.turn.trained_weights - local.gathered_trained_weights) * local.gradient_itemsize
         sizes = at_end, waiting + more, down, mask, attention
-        narrow = self._points_of_narrow_matmuls(again, at_mlp, at_mlp - usual, sizes, at_start=at_start)
+        narrow = self._points_of_narrow_matmuls(again, at_mlp, at_mlp - usual, together, sizes, at_start=at_start)
         if narrow:
             return max(narrow, key=lambda point: sum(point[1:]))
+        after_attention = constant_costs.recomputes_late if at_start else constant_costs.gathers_nothing
+        if self.overlap and after_attention(local, self.program):
+            in_attention = constant_costs.in_attention(local, self.program, at_start=at_start)
+            return max((("its attention", *point, 0, down, attention) for point in in_attention), key=lambda point: sum(point[1:]))
         slices = 2 if kept and self.turn.in_order and not at_start else 0  # of kept gate and up, cut out of the stacks
         # While the input of the next block comes from host memory, XLA computes the gradients of the MLP's weights: gate and up are left,
         # from which the input of down is computed for the last of them. A ring starts when that input is there.
@@ -102,7 +106,7 @@ class LayerPeak(LiveBuffers):
         return max(points, key=lambda point: sum(point[1:]))
 
     def _points_of_narrow_matmuls(
-        self, again: Recomputed, at_mlp: int, early: int, sizes: tuple[int, int, int, int, int], *, at_start: bool
+        self, again: Recomputed, at_mlp: int, early: int, together: int, sizes: tuple[int, int, int, int, int], *, at_start: bool
     ) -> list[tuple[str, int, int, int, int, int]]:
         """Return the points of a layer with 8-bit or block-scaled matmuls that have an order of their own; none: it is as others.
 
@@ -141,6 +145,8 @@ class LayerPeak(LiveBuffers):
                 ("its attention", eight_bits.one_byte(local, 3 * hidden), 3 * stream + 5 * local.query_bytes, 0, 0, attention),
                 ("its end", hidden, at_end * stream, 0, end, mask),
             ]
+        if self.overlap and block_scaled.in_order(local):
+            return [("its MLP", *block_scaled.in_mlp_in_order(local, again, together), matrices, down, mask)]
         if block_scaled.applies(local):
             delayed = at_start and not self.scatters_scaled
             of_down = 0 if at_start or self.scatters_scaled else down

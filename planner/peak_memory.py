@@ -157,6 +157,8 @@ class StepMemory(InLoss, AfterLayers):
         gathers = local.expert * local.context > 1
         if gathers or not (self.recomputes_early and plain) or not (remat.policy == "full" or offloads_inputs(local)):
             return 0
+        if constant_costs.recomputes_late(local, self.program):
+            return 0
         query, key, stream = local.query_bytes, local.key_bytes, local.stream_bytes
         if not self.in_loop:
             return 3 * (stream + query + key) + (2 * (query + key) if local.model.qk_norm else 0)
@@ -183,11 +185,14 @@ class StepMemory(InLoss, AfterLayers):
         first = self.backward(layers=int(second_layer) + waits)
         stays = self.turn.not_yet_offloaded()
         first |= {"activations": replace(self.saved, bytes=self.saved.bytes + self.turn.not_stacked(self.saved.bytes) - freed + stays)}
-        if not self.turn.left_over:
+        if not self.turn.left_over and not self.pipelines_twice:
             return first
         second = self.backward(layers=self.turn.pending + 1)
         late = self.local.model.layer_period - 2 if relaid else 0
         second |= {"activations": replace(self.saved, bytes=kept * (layers - self.turn.left_over + late))}
+        if self.pipelines_twice:
+            reduced = second["gradients"].bytes * self.local.model.layer_period // layers
+            second |= {"gradients": Component(reduced, "of a turn: the stacks begin with the loop")}
         return max(first, second, key=lambda parts: sum(part.bytes for part in parts.values()))
 
     def backward(self, *, relaid: int = 0, late: bool = False, layers: int | None = None, at_end: int = 0, delayed: int = 0) -> Components:
@@ -207,7 +212,7 @@ class StepMemory(InLoss, AfterLayers):
         cotangent = 4 * local.tokens * local.model.embed_dim // local.tensor
         gradients = self.layer_gradients * self.stack_itemsize
         next_layer = self.next_layer_weights() if self.overlap else 0
-        if next_layer and self.turn.in_order and at_start:
+        if next_layer and self.turn.in_order and at_start and not (self.pipelines_twice and together > self.turn.pending):
             next_layer = self.gathered_layer()
         copies += self.turn.kept_parameters()
         waiting += self.turn.gradients_left_over()
@@ -220,6 +225,7 @@ class StepMemory(InLoss, AfterLayers):
         reducing += self.turned_gradients() if reducing and not self.scatters_scaled else 0
         # with fsdp they are small, and the weights of the next turn are counted, of which those of a layer are gone
         reducing += self.turn.reduced_gradients(self.sharded.fsdp) if self.reduced and local.fsdp == 1 else 0
+        twice = self.pipelines_twice and not local.model.tie_embeddings  # the second of these turns reduces it
         left_over = self.turn.left_over if late and (self.turn.layers > 1 or self.turn.in_order) else 0  # their backward pass is over
         return {
             "activations": replace(self.saved, bytes=self.saved.bytes - left_over * self.saved.bytes // local.model.num_layers),
@@ -239,7 +245,7 @@ class StepMemory(InLoss, AfterLayers):
                 + ("; one saved value of all layers in another layout" if relaid else ""),
             ),
             "attention_workspace": Component(workspace, attention_workspace(local, self.backend).assumption),
-            "loss": self.reduced_early() if late and self.reduces_table_early else self.unembedding_gradient(),
+            "loss": self.reduced_early() if late and (self.reduces_table_early or twice) else self.unembedding_gradient(),
             "collective_buffers": Component(
                 waiting + reducing,
                 f"unsharded {local.config.precision.gradients} gradients of a layer before their reduction"
