@@ -161,7 +161,7 @@ class StepMemory(InLoss, AfterLayers):
             return 0
         query, key, stream = local.query_bytes, local.key_bytes, local.stream_bytes
         if not self.in_loop:
-            return 3 * (stream + query + key) + (2 * (query + key) if local.model.qk_norm else 0)
+            return 3 * (stream + query + key) + (2 * (query + key) if local.model.qk_norm and offloads_inputs(local) else 0)
         return 4 * (query + key) - stream + (2 * query + 4 * key if local.model.qk_norm else 0)
 
     def _start_in_order(self, relaid: int) -> Components:
