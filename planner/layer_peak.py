@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ridgeline.configs.remat import POLICIES
-from ridgeline.planner import block_scaled, constant_costs, delayed_experts, eight_bits
+from ridgeline.planner import block_scaled, constant_costs, constant_experts, delayed_experts, eight_bits
 from ridgeline.planner.activations import attention_workspace, mask_bytes, offloads_inputs
 from ridgeline.planner.live_buffers import LiveBuffers
 from ridgeline.planner.recompute import Recomputed, recomputed
@@ -63,6 +63,10 @@ class LayerPeak(LiveBuffers):
         # 8-bit matmuls: the input of down for its weight gradient, and the gradient of a hidden activation in both layouts, one byte each
         quantized = 3 * hidden // local.compute_itemsize if recomputes and local.config.precision.eight_bit else 0
         of_experts = self.expert_rows_in_flight(at_start=at_start) + self.turn.padded_gradients() + SLOTS_IN_FLIGHT * local.slot_bytes
+        if self.counts_with_constants and again.inputs:
+            # weight gradients come later: the gradients of the results are there too, and the gathered tokens are not
+            of_experts += local.row_bytes - local.slot_bytes
+            at_mlp = constant_experts.hidden_activations(local) if constant_experts.recomputes_experts(local) else at_mlp
         down = local.mlp_matrix * local.gradient_itemsize if self.reduced and self.combined and not local.adapted else 0
         if down and local.model.moe is not None:  # those of the other layers of the turn wait for its end
             down += (self.turn.trained_weights - local.gathered_trained_weights) * local.gradient_itemsize
@@ -145,6 +149,11 @@ class LayerPeak(LiveBuffers):
                 ("its end", hidden, at_end * stream, 0, 0 if delayed else end, mask),
             ]
         return []
+
+    @property
+    def counts_with_constants(self) -> bool:
+        """Whether alike layers with experts are scheduled over tensor by constants (planner/constant_experts.py)."""
+        return self.overlap and constant_experts.applies(self.local, self.program)
 
     @property
     def ring_recomputes(self) -> bool:

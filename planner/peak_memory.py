@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ridgeline.configs.remat import POLICIES
-from ridgeline.planner import block_scaled, constant_costs, delayed_experts, eight_bits
+from ridgeline.planner import block_scaled, constant_costs, constant_experts, delayed_experts, eight_bits
 from ridgeline.planner.activations import (
     Component,
     attention_workspace,
@@ -59,7 +59,9 @@ class StepMemory(InLoss, AfterLayers):
                 points["reductions after the layers"] = self.reductions_after_layers()
         if self.delays_experts:
             # over context their gradients are summed too, and are not delayed
-            if self.local.context == 1 and not self.waits and not delayed_experts.sends_capped(self.local):
+            if self.counts_with_constants and constant_experts.recomputes_experts(self.local):
+                points["first layers of the backward pass"] = self.first_layers_by_constants()
+            elif self.local.context == 1 and not self.waits and not delayed_experts.sends_capped(self.local):
                 points["first layers of the backward pass"] = self.first_layers()
             if self.reduced:
                 points["reductions of the first layers"] = self.reductions_of_first_layers()
@@ -265,6 +267,25 @@ class StepMemory(InLoss, AfterLayers):
             ),
             "working_activations": Component(
                 working, f"backward pass of {DELAYED} layers: inputs of their weight gradients, which are computed later"
+            ),
+            "loss": self.unembedding_gradient(),
+        }
+
+    def first_layers_by_constants(self) -> Components:
+        """As `first_layers`, where the scheduler counts with constants (planner/constant_experts.py)."""
+        local = self.local
+        stacks = self.layer_gradients * self.stack_itemsize if constant_experts.stacks_are_there(local) else 0
+        points = {"its MLP": (constant_experts.in_experts(local), stacks), "its attention": (constant_experts.after_attention(local), 0)}
+        where, (working, gradients) = max(points.items(), key=lambda point: sum(point[1]))
+        return {
+            "activations": self.saved,
+            "gradients": Component(gradients, "of the layers, in stacks that begin with the first gradients"),
+            "accumulated_gradients": self.accumulated(),
+            "parameter_copies": Component(
+                self.layout_copies() + self.gathered_layer(), "transposed parameters of attention out; gathered weights of one layer"
+            ),
+            "working_activations": Component(
+                working, f"backward pass of a layer, at {where}, with inputs of its weight gradients and of those of the layer before"
             ),
             "loss": self.unembedding_gradient(),
         }
