@@ -39,13 +39,40 @@ def recomputes_experts(local: LocalSizes) -> bool:
     return {"gate", "up"} & recomputed(local.model, local.config.compute.remat).weights != set()
 
 
+def delays_two(local: LocalSizes) -> bool:
+    """Return whether operands of two layers' weight gradients are live together before the loop.
+
+    In models with norms of queries and keys sums of these norms' gradients hide exchanges too: so it is there only where gate and up are
+    computed again and tokens are exchanged over expert, after tensor.
+    """
+    return not local.model.qk_norm or (recomputes_experts(local) and local.expert > 1)
+
+
 def stacks_are_there(local: LocalSizes) -> bool:
     """Return whether the weight gradients of the layer before these two are in the stacks of gradients.
 
-    The two are the second and third layer then, else the first two: where attention's update is kept, and where sums of the gradients of
-    norms of queries and keys hide exchanges of the third one.
+    The two are the second and third layer then, else the first two: with norms of queries and keys, and where experts are computed again
+    but attention's update is kept.
     """
-    return recomputed(local.model, local.config.compute.remat).attention_update and not local.model.qk_norm
+    return not local.model.qk_norm and not _keeps_update(local)
+
+
+def _keeps_update(local: LocalSizes) -> bool:
+    """Return whether experts are computed again, from a kept update of attention."""
+    return recomputes_experts(local) and not recomputed(local.model, local.config.compute.remat).attention_update
+
+
+def beside_experts(local: LocalSizes) -> int:
+    """Return what is live in the loop when the gradients of a layer's rows are summed, beside hidden activations, rows and slots.
+
+    The input of attention, without expert also these sums; queries, keys, values and attention's result, with norms of queries and keys
+    also their inputs; where attention's update is kept, the final hidden states and the gradient of theirs. `LayerPeak.backward` adds one
+    stream in float32.
+    """
+    heads = local.context_bytes + local.query_bytes + 2 * local.key_bytes
+    heads += local.query_bytes + local.key_bytes if local.model.qk_norm else 0
+    streams = (1 if local.expert > 1 else 2) * local.stream_bytes + 2 * local.cut_stream_bytes
+    return heads + streams + (local.stream_bytes + 2 * local.cut_stream_bytes if _keeps_update(local) else 0)
 
 
 def in_experts(local: LocalSizes) -> int:

@@ -226,6 +226,8 @@ class LayerPeak(LiveBuffers):
         gradient of the layer's result, and inputs of attention, of the MLP and of its norm.
         """
         local = self.local
+        if self.counts_with_constants:
+            return constant_experts.beside_experts(local)
         if self._offloads_after_norms:
             return self._streams_after_norms()
         if not (self._plain_in_loop and (offloads_inputs(local) or self._reads_hidden_from_host)):

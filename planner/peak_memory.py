@@ -59,8 +59,9 @@ class StepMemory(InLoss, AfterLayers):
                 points["reductions after the layers"] = self.reductions_after_layers()
         if self.delays_experts:
             # over context their gradients are summed too, and are not delayed
-            if self.counts_with_constants and constant_experts.recomputes_experts(self.local):
-                points["first layers of the backward pass"] = self.first_layers_by_constants()
+            if self.counts_with_constants:
+                if constant_experts.delays_two(self.local):
+                    points["first layers of the backward pass"] = self.first_layers_by_constants()
             elif self.local.context == 1 and not self.waits and not delayed_experts.sends_capped(self.local):
                 points["first layers of the backward pass"] = self.first_layers()
             if self.reduced:
@@ -104,6 +105,8 @@ class StepMemory(InLoss, AfterLayers):
         narrow, dots = eight_bits.applies(local), local.config.compute.remat.policy == "dots"
         if self.turn.in_order:
             return self._start_in_order(0 if dots else relaid)
+        if self.counts_with_constants:
+            relaid = 0  # copied after the experts, when less is live
         pieces = ring_keeps_update(local) and not narrow
         late = narrow and not self.program.transposes_float8 and not again.attention_update
         constant = self.overlap and constant_costs.gradients_after_attention(local, self.program)
