@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ridgeline.configs.remat import POLICIES
-from ridgeline.planner import block_scaled, constant_costs, constant_experts, delayed_experts, eight_bits
+from ridgeline.planner import block_scaled, constant_costs, experts_over_tensor, delayed_experts, eight_bits
 from ridgeline.planner.activations import attention_workspace, mask_bytes, offloads_inputs
 from ridgeline.planner.live_buffers import LiveBuffers
 from ridgeline.planner.recompute import Recomputed, recomputed
@@ -63,10 +63,11 @@ class LayerPeak(LiveBuffers):
         # 8-bit matmuls: the input of down for its weight gradient, and the gradient of a hidden activation in both layouts, one byte each
         quantized = 3 * hidden // local.compute_itemsize if recomputes and local.config.precision.eight_bit else 0
         of_experts = self.expert_rows_in_flight(at_start=at_start) + self.turn.padded_gradients() + SLOTS_IN_FLIGHT * local.slot_bytes
-        if self.counts_with_constants and again.inputs:
+        if self.experts_late and again.inputs:
             # weight gradients come later: the gradients of the results are there too, and the gathered tokens are not
             of_experts += local.row_bytes - local.slot_bytes
-            at_mlp = constant_experts.hidden_activations(local) if constant_experts.recomputes_experts(local) else at_mlp
+            if experts_over_tensor.recomputes_experts(local):
+                at_mlp = experts_over_tensor.hidden_activations(local, self.program)
         down = local.mlp_matrix * local.gradient_itemsize if self.reduced and self.combined and not local.adapted else 0
         if down and local.model.moe is not None:  # those of the other layers of the turn wait for its end
             down += (self.turn.trained_weights - local.gathered_trained_weights) * local.gradient_itemsize
@@ -151,9 +152,15 @@ class LayerPeak(LiveBuffers):
         return []
 
     @property
-    def counts_with_constants(self) -> bool:
-        """Whether alike layers with experts are scheduled over tensor by constants (planner/constant_experts.py)."""
-        return self.overlap and constant_experts.applies(self.local, self.program)
+    def experts_late(self) -> bool:
+        """Whether weight gradients of experts come late, as kernels are counted with constants (planner/experts_over_tensor.py)."""
+        return self.overlap and experts_over_tensor.late(self.local, self.program)
+
+    @property
+    def delays_over_tensor(self) -> int:
+        """Layers with gathered experts over tensor whose weight gradients are computed together at the start of the backward pass."""
+        gathers = self.overlap and experts_over_tensor.applies(self.local)
+        return experts_over_tensor.together(self.local, self.program) if gathers else 1
 
     @property
     def ring_recomputes(self) -> bool:
@@ -226,8 +233,8 @@ class LayerPeak(LiveBuffers):
         gradient of the layer's result, and inputs of attention, of the MLP and of its norm.
         """
         local = self.local
-        if self.counts_with_constants:
-            return constant_experts.beside_experts(local)
+        if self.experts_late:
+            return experts_over_tensor.beside_experts(local)
         if self._offloads_after_norms:
             return self._streams_after_norms()
         if not (self._plain_in_loop and (offloads_inputs(local) or self._reads_hidden_from_host)):

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ridgeline.configs.remat import POLICIES
-from ridgeline.planner import block_scaled, constant_costs, constant_experts, delayed_experts, eight_bits
+from ridgeline.planner import block_scaled, constant_costs, experts_over_tensor, delayed_experts, eight_bits
 from ridgeline.planner.activations import (
     Component,
     attention_workspace,
@@ -59,9 +59,10 @@ class StepMemory(InLoss, AfterLayers):
                 points["reductions after the layers"] = self.reductions_after_layers()
         if self.delays_experts:
             # over context their gradients are summed too, and are not delayed
-            if self.counts_with_constants:
-                if constant_experts.delays_two(self.local):
-                    points["first layers of the backward pass"] = self.first_layers_by_constants()
+            if self.delays_over_tensor > 1:
+                points["first layers of the backward pass"] = self.first_layers_over_tensor()
+            elif self.experts_late:
+                pass  # one layer at a time
             elif self.local.context == 1 and not self.waits and not delayed_experts.sends_capped(self.local):
                 points["first layers of the backward pass"] = self.first_layers()
             if self.reduced:
@@ -105,7 +106,7 @@ class StepMemory(InLoss, AfterLayers):
         narrow, dots = eight_bits.applies(local), local.config.compute.remat.policy == "dots"
         if self.turn.in_order:
             return self._start_in_order(0 if dots else relaid)
-        if self.counts_with_constants:
+        if self.experts_late or self.delays_over_tensor > 1:
             relaid = 0  # copied after the experts, when less is live
         pieces = ring_keeps_update(local) and not narrow
         late = narrow and not self.program.transposes_float8 and not again.attention_update
@@ -274,12 +275,19 @@ class StepMemory(InLoss, AfterLayers):
             "loss": self.unembedding_gradient(),
         }
 
-    def first_layers_by_constants(self) -> Components:
-        """As `first_layers`, where the scheduler counts with constants (planner/constant_experts.py)."""
-        local = self.local
-        stacks = self.layer_gradients * self.stack_itemsize if constant_experts.stacks_are_there(local) else 0
-        points = {"its MLP": (constant_experts.in_experts(local), stacks), "its attention": (constant_experts.after_attention(local), 0)}
-        where, (working, gradients) = max(points.items(), key=lambda point: sum(point[1]))
+    def first_layers_over_tensor(self) -> Components:
+        """As `first_layers`, where tokens are gathered for experts over tensor (planner/experts_over_tensor.py)."""
+        local, program = self.local, self.program
+        stacks, waiting = 0, 0
+        if experts_over_tensor.first_is_computed(local, program):
+            # by constants it has been reduced and written into the stacks of gradients
+            stacks = 0 if program.measured_matmuls else self.layer_gradients * self.stack_itemsize
+            waiting = local.gathered_trained_weights * local.gradient_itemsize if program.measured_matmuls else 0
+        points = {
+            "its MLP": (experts_over_tensor.in_experts(local, program), stacks, waiting),
+            "its attention": (experts_over_tensor.after_attention(local, program), 0, 0),
+        }
+        where, (working, gradients, unreduced) = max(points.items(), key=lambda point: sum(point[1]))
         return {
             "activations": self.saved,
             "gradients": Component(gradients, "of the layers, in stacks that begin with the first gradients"),
@@ -288,9 +296,12 @@ class StepMemory(InLoss, AfterLayers):
                 self.layout_copies() + self.gathered_layer(), "transposed parameters of attention out; gathered weights of one layer"
             ),
             "working_activations": Component(
-                working, f"backward pass of a layer, at {where}, with inputs of its weight gradients and of those of the layer before"
+                working, f"backward pass of a layer, at {where}, with inputs of its weight gradients and of those of layers before"
             ),
             "loss": self.unembedding_gradient(),
+            "collective_buffers": Component(
+                unreduced, f"unsharded {local.config.precision.gradients} gradients of a layer before their reduction"
+            ),
         }
 
     def first_turns(self) -> Components:
