@@ -119,3 +119,12 @@ def beside_experts(local: LocalSizes) -> int:
     heads += local.query_bytes + local.key_bytes if local.model.qk_norm else 0
     streams = (1 if local.expert > 1 else 2) * local.stream_bytes + 2 * local.cut_stream_bytes
     return heads + streams + (local.stream_bytes + 2 * local.cut_stream_bytes if _keeps_update(local) else 0)
+
+
+def one_layer(local: LocalSizes, program: GpuProgram) -> int:
+    """Return what is live when the gradients of the rows of a layer before the loop are summed, and no operands of others are."""
+    gates = 2 if local.model.gated_mlp else 1
+    rows = (2 + gates) * local.row_bytes + local.slot_bytes
+    heads = local.query_bytes + local.key_bytes if local.model.qk_norm else 0  # halves of the gradients of the layer before
+    hidden = hidden_activations(local, program) * local.hidden_bytes
+    return hidden + rows + heads + local.stream_bytes + 2 * local.cut_stream_bytes + beside_experts(local)

@@ -11,7 +11,7 @@ from ridgeline.configs.remat import POLICIES
 from ridgeline.planner import block_scaled, constant_costs, experts_over_tensor, delayed_experts, eight_bits
 from ridgeline.planner.activations import attention_workspace, mask_bytes, offloads_inputs
 from ridgeline.planner.live_buffers import LiveBuffers
-from ridgeline.planner.recompute import Recomputed, recomputed
+from ridgeline.planner.recompute import Recomputed, recomputed, waiting
 
 STREAMS_IN_FLIGHT = 8
 """Full-sequence residual streams [R, T, D] that are live in the backward pass of one layer (inputs, cotangents and their transposes)."""
@@ -155,6 +155,17 @@ class LayerPeak(LiveBuffers):
     def experts_late(self) -> bool:
         """Whether weight gradients of experts come late, as kernels are counted with constants (planner/experts_over_tensor.py)."""
         return self.overlap and experts_over_tensor.late(self.local, self.program)
+
+    @property
+    def experts_wait(self) -> bool:
+        """Whether experts over tensor, one layer in a turn, are recomputed only when their gradient is there, after an exchange that lasts.
+
+        That is one over tensor and expert, or any where exchanges are counted with constants. Not looked at with latent attention.
+        """
+        local = self.local
+        alike = local.model.moe is not None and self.turn.layers == 1 and not local.latent_bytes and local.tensor > 1
+        lasts = local.expert > 1 or not self.program.measured_matmuls
+        return self.overlap and alike and lasts and waiting(local.config, local.tensor, local.expert) == "mlp"
 
     @property
     def delays_over_tensor(self) -> int:

@@ -106,8 +106,8 @@ class StepMemory(InLoss, AfterLayers):
         narrow, dots = eight_bits.applies(local), local.config.compute.remat.policy == "dots"
         if self.turn.in_order:
             return self._start_in_order(0 if dots else relaid)
-        if self.experts_late or self.delays_over_tensor > 1:
-            relaid = 0  # copied after the experts, when less is live
+        if self.experts_wait or self.experts_late:
+            relaid = 0  # copied, if at all, after the experts, when less is live
         pieces = ring_keeps_update(local) and not narrow
         late = narrow and not self.program.transposes_float8 and not again.attention_update
         constant = self.overlap and constant_costs.gradients_after_attention(local, self.program)
@@ -375,6 +375,8 @@ class StepMemory(InLoss, AfterLayers):
         at_mlp = 4 if POLICIES[local.config.compute.remat.policy].recomputes_block else 3
         in_mlp = at_mlp * local.hidden_bytes + 4 * local.row_bytes + SLOTS_IN_FLIGHT * local.slot_bytes
         in_mlp += STREAMS_IN_FLIGHT * local.stream_bytes
+        if self.experts_wait and experts_over_tensor.applies(local):
+            in_mlp = experts_over_tensor.one_layer(local, self.program)
         if eight_bits.of_experts(local):
             in_mlp = self._in_narrow_experts()
         in_mlp += delayed_experts.next_attention(local)
