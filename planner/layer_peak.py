@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ridgeline.configs.remat import POLICIES
-from ridgeline.planner import block_scaled, constant_costs, experts_over_tensor, delayed_experts, eight_bits
+from ridgeline.planner import block_scaled, constant_costs, delayed_experts, eight_bits, experts_over_tensor
 from ridgeline.planner.activations import attention_workspace, mask_bytes, offloads_inputs
 from ridgeline.planner.live_buffers import LiveBuffers
 from ridgeline.planner.recompute import Recomputed, recomputed, waiting
@@ -130,6 +130,13 @@ class LayerPeak(LiveBuffers):
             return [
                 *(("its MLP", *experts, matrices, 0, mask) for experts in in_experts),
                 ("its attention", in_experts[1][0] + local.row_bytes, 6 * stream, 0, 0, attention),
+                ("its end", hidden, at_end * stream, 0, end, mask),
+            ]
+        if self.overlap and eight_bits.gathers_rows(local):
+            in_rows = eight_bits.in_gathered_rows(local, again)
+            return [
+                *(("its MLP", *experts, matrices, down, mask) for experts in in_rows),
+                ("its attention", in_rows[1][0] + local.row_bytes, 6 * stream, 0, 0, attention),
                 ("its end", hidden, at_end * stream, 0, end, mask),
             ]
         if eight_bits.in_any_layout(local, self.program):
