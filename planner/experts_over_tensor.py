@@ -10,6 +10,7 @@ a step does not fit into the device's memory, the scheduler does not do this. Si
 
 from __future__ import annotations
 
+from ridgeline.planner import eight_bits
 from ridgeline.planner.activations import NODE_DEVICES
 from ridgeline.planner.hardware import GpuProgram
 from ridgeline.planner.local import LocalSizes
@@ -17,16 +18,16 @@ from ridgeline.planner.recompute import recomputed
 
 
 def applies(local: LocalSizes) -> bool:
-    """Return whether alike layers with experts run over tensor with gathered tokens and no 8-bit matmuls."""
+    """Return whether alike layers with experts run over tensor with gathered tokens; block-scaled matmuls were not looked at."""
     model, precision = local.model, local.config.precision
     alike = model.moe is not None and model.layer_period == 1 and not local.adapted and not local.latent_bytes
-    plain = local.pipeline * local.context == 1 and precision.matmul == "compute" and not local.sends_uncapped
+    plain = local.pipeline * local.context == 1 and precision.block_scaled is None and not local.sends_uncapped
     return alike and plain and local.tensor > 1
 
 
 def late(local: LocalSizes, program: GpuProgram) -> bool:
     """Return whether, in the loop too, the weight gradients of such a layer come when the gradients of its rows are summed."""
-    return applies(local) and not program.measured_matmuls
+    return applies(local) and not program.measured_matmuls and not local.config.precision.eight_bit
 
 
 def capped(local: LocalSizes) -> bool:
@@ -62,6 +63,8 @@ def together(local: LocalSizes, program: GpuProgram) -> int:
     exchanges is long, unless these go between nodes and the weight gradients of the first layer hide one (two heaps of Qwen3 30B of five
     and one of 235B have two layers; with one microbatch of few tokens the reduction of the unembedding's gradient counts too).
     """
+    if local.config.precision.eight_bit and not eight_bits.gathers_rows(local):
+        return 1
     both = local.expert > 1 and recomputes_experts(local)
     if not program.measured_matmuls:
         return 2 if both or not local.model.qk_norm else 1
@@ -88,6 +91,8 @@ def in_experts(local: LocalSizes, program: GpuProgram) -> int:
     Where these are the first two layers, the final hidden states and the gradient of theirs are there too.
     """
     model, layers = local.model, together(local, program)
+    if local.config.precision.eight_bit:
+        return eight_bits.in_pending_rows(local, layers)
     rows = (2 * layers + (2 if model.gated_mlp else 1)) * local.row_bytes + local.slot_bytes
     heads = layers * (local.context_bytes + local.query_bytes + 2 * local.key_bytes)
     heads += (layers + 1) * (local.query_bytes + local.key_bytes) if model.qk_norm else 0

@@ -283,10 +283,9 @@ class StepMemory(InLoss, AfterLayers):
             # by constants it has been reduced and written into the stacks of gradients
             stacks = 0 if program.measured_matmuls else self.layer_gradients * self.stack_itemsize
             waiting = local.gathered_trained_weights * local.gradient_itemsize if program.measured_matmuls else 0
-        points = {
-            "its MLP": (experts_over_tensor.in_experts(local, program), stacks, waiting),
-            "its attention": (experts_over_tensor.after_attention(local, program), 0, 0),
-        }
+        points = {"its MLP": (experts_over_tensor.in_experts(local, program), stacks, waiting)}
+        if not local.config.precision.eight_bit:
+            points["its attention"] = (experts_over_tensor.after_attention(local, program), 0, 0)
         where, (working, gradients, unreduced) = max(points.items(), key=lambda point: sum(point[1]))
         return {
             "activations": self.saved,
@@ -375,7 +374,7 @@ class StepMemory(InLoss, AfterLayers):
         at_mlp = 4 if POLICIES[local.config.compute.remat.policy].recomputes_block else 3
         in_mlp = at_mlp * local.hidden_bytes + 4 * local.row_bytes + SLOTS_IN_FLIGHT * local.slot_bytes
         in_mlp += STREAMS_IN_FLIGHT * local.stream_bytes
-        if self.experts_wait and experts_over_tensor.applies(local):
+        if self.experts_wait and experts_over_tensor.applies(local) and not local.config.precision.eight_bit:
             in_mlp = experts_over_tensor.one_layer(local, self.program)
         if eight_bits.of_experts(local):
             in_mlp = self._in_narrow_experts()
