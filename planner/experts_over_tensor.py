@@ -1,4 +1,4 @@
-"""Layers with experts over tensor whose tokens are gathered, where several layers' weight gradients are computed together.
+"""Layers with experts over tensor where several layers' weight gradients are computed together.
 
 XLA's scheduler knows no time of the kernels of experts, and counts each with a constant (planner/constant_costs.py): they hide little, and
 it lacks kernels to put behind the exchanges of tokens. It works from the end: the weight gradients of the layers before the loop come as
@@ -18,16 +18,17 @@ from ridgeline.planner.recompute import recomputed
 
 
 def applies(local: LocalSizes) -> bool:
-    """Return whether alike layers with experts run over tensor with gathered tokens; block-scaled matmuls were not looked at."""
+    """Return whether alike layers with experts run over tensor; block-scaled matmuls and 8-bit ones with all_to_all were not looked at."""
     model, precision = local.model, local.config.precision
     alike = model.moe is not None and model.layer_period == 1 and not local.adapted and not local.latent_bytes
-    plain = local.pipeline * local.context == 1 and precision.block_scaled is None and not local.sends_uncapped
-    return alike and plain and local.tensor > 1
+    plain = local.pipeline * local.context == 1 and precision.block_scaled is None
+    return alike and plain and local.tensor > 1 and not (precision.eight_bit and local.sends_uncapped)
 
 
 def late(local: LocalSizes, program: GpuProgram) -> bool:
     """Return whether, in the loop too, the weight gradients of such a layer come when the gradients of its rows are summed."""
-    return applies(local) and not program.measured_matmuls and not local.config.precision.eight_bit
+    plain = not local.config.precision.eight_bit and not local.sends_uncapped
+    return applies(local) and not program.measured_matmuls and plain
 
 
 def capped(local: LocalSizes) -> bool:

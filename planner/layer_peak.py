@@ -176,7 +176,7 @@ class LayerPeak(LiveBuffers):
 
     @property
     def delays_over_tensor(self) -> int:
-        """Layers with gathered experts over tensor whose weight gradients are computed together at the start of the backward pass."""
+        """Layers with experts over tensor whose weight gradients are computed together at the start of the backward pass."""
         gathers = self.overlap and experts_over_tensor.applies(self.local)
         return experts_over_tensor.together(self.local, self.program) if gathers else 1
 

@@ -106,7 +106,7 @@ class StepMemory(InLoss, AfterLayers):
         narrow, dots = eight_bits.applies(local), local.config.compute.remat.policy == "dots"
         if self.turn.in_order:
             return self._start_in_order(0 if dots else relaid)
-        if self.experts_wait or self.experts_late:
+        if self.experts_wait or self.experts_late or self.delays_over_tensor > 1:
             relaid = 0  # copied, if at all, after the experts, when less is live
         pieces = ring_keeps_update(local) and not narrow
         late = narrow and not self.program.transposes_float8 and not again.attention_update
@@ -276,7 +276,7 @@ class StepMemory(InLoss, AfterLayers):
         }
 
     def first_layers_over_tensor(self) -> Components:
-        """As `first_layers`, where tokens are gathered for experts over tensor (planner/experts_over_tensor.py)."""
+        """As `first_layers`, with experts over tensor (planner/experts_over_tensor.py)."""
         local, program = self.local, self.program
         stacks, waiting = 0, 0
         if experts_over_tensor.first_is_computed(local, program):
@@ -287,6 +287,7 @@ class StepMemory(InLoss, AfterLayers):
         if not local.config.precision.eight_bit:
             points["its attention"] = (experts_over_tensor.after_attention(local, program), 0, 0)
         where, (working, gradients, unreduced) = max(points.items(), key=lambda point: sum(point[1]))
+        working += self.turn.zeroed_slots()
         return {
             "activations": self.saved,
             "gradients": Component(gradients, "of the layers, in stacks that begin with the first gradients"),
