@@ -160,8 +160,12 @@ class LayerPeak(LiveBuffers):
 
     @property
     def experts_late(self) -> bool:
-        """Whether weight gradients of experts come late, as kernels are counted with constants (planner/experts_over_tensor.py)."""
-        return self.overlap and experts_over_tensor.late(self.local, self.program)
+        """Whether weight gradients of experts come when the gradients of their rows are summed, in the loop over layers too.
+
+        So it is where kernels are counted with constants (planner/experts_over_tensor.py), or the experts wait for their gradient.
+        """
+        waits = self.experts_wait and experts_over_tensor.applies(self.local) and not self.local.config.precision.eight_bit
+        return waits or (self.overlap and experts_over_tensor.late(self.local, self.program))
 
     @property
     def experts_wait(self) -> bool:

@@ -61,9 +61,7 @@ class StepMemory(InLoss, AfterLayers):
             # over context their gradients are summed too, and are not delayed
             if self.delays_over_tensor > 1:
                 points["first layers of the backward pass"] = self.first_layers_over_tensor()
-            elif self.experts_late:
-                pass  # one layer at a time
-            elif self.local.context == 1 and not self.waits and not delayed_experts.sends_capped(self.local):
+            elif self.local.context == 1 and not self.waits and not self.experts_late and not delayed_experts.sends_capped(self.local):
                 points["first layers of the backward pass"] = self.first_layers()
             if self.reduced:
                 points["reductions of the first layers"] = self.reductions_of_first_layers()
