@@ -214,12 +214,14 @@ def relaid_bytes(local: LocalSizes, backend: str, overlap: bool, combined: bool,
     (heaps of Llama 3.1 8B, Qwen3 8B and Mistral Nemo 12B); nor is it copied where the last layer is written into it late
     (planner/constant_costs.py). Where norms follow attention and MLP, the last kernel that reads the old stack adds to it attention's
     update again, as no backward pass of a norm reads the block's input: the last layer is written after that (heaps of OLMo 2 1B and 7B;
-    with 8-bit matmuls too; with dots there are copies). Attention that stores scores transposes them, and so do grouped
-    matmuls of experts in 8 bits what they saved.
+    with 8-bit matmuls too; with dots there are copies). With experts no gathered stream that is saved is copied: they gather their tokens
+    themselves, and attention alone reads it (heaps of Mixtral on A100s and a B200). Attention that stores scores transposes them, and so
+    do grouped matmuls of experts in 8 bits what they saved.
     """
     policy, layers = local.config.compute.remat.policy, local.model.num_layers
     relaid = 0
-    between, ring = local.tensor > 1 and local.rows > 1, local.config.compute.tensor_overlap == "ring"
+    alike = local.model.moe is None or policy not in ("none", "attention-only")
+    between, ring = local.tensor > 1 and local.rows > 1 and alike, local.config.compute.tensor_overlap == "ring"
     block_waits = waiting(local.config, local.tensor, local.expert) == "block" and local.model.moe is None
     block_waits = block_waits and (
         local.model.layer_period == 1 or any(name.startswith("mlp_") for name in local.config.compute.remat.names)

@@ -288,3 +288,38 @@ def pending_experts(local: LocalSizes) -> int:
     narrow = 2 * local.row_bytes + (gates + 1) * local.hidden_bytes + 2 * local.stream_bytes
     narrow += local.context_bytes + local.query_bytes + 2 * local.key_bytes
     return one_byte(local, narrow) + 4 // local.compute_itemsize * local.cut_stream_bytes
+
+
+def gathers_rows(local: LocalSizes) -> bool:
+    """Return whether layers, one in a turn, have experts without a capacity in 8 bits over tensor, for which tokens are gathered."""
+    model, capacity = local.model, local.config.compute.experts.capacity_factor
+    alike = model.moe is not None and model.layer_period == 1 and not local.adapted and model.latent_attention is None
+    return alike and capacity is None and local.tensor > 1 and not local.sends_uncapped and local.config.precision.eight_bit
+
+
+def in_gathered_rows(local: LocalSizes, again: Recomputed) -> list[tuple[int, int]]:
+    """Return the sizes of hidden activations and of all others at two points in the experts of such a layer.
+
+    First one kernel reads gate, up and the gradient of the input of down, and writes in float8 the gradients of the first two in both
+    layouts and the input of down. Then only these are left, and the parts of the rows' gradients by gate and by up are summed for the
+    tokens. The rows are there in float8, their inputs and the gradients of their results (heaps of Qwen3 235B for H200s and B200s).
+    """
+    gates = 2 if local.model.gated_mlp else 1
+    narrow = one_byte(local, (2 * gates + 1) * local.hidden_bytes)
+    rows, beside = 2 * one_byte(local, local.row_bytes), beside_experts(local)
+    summed = gates * local.row_bytes + (local.slot_bytes or local.stream_bytes)
+    in_kernel = (1 + len({"gate", "up"} & again.weights)) * local.hidden_bytes
+    return [(in_kernel + narrow, rows + beside), (narrow, rows + beside + summed)]
+
+
+def in_pending_rows(local: LocalSizes, layers: int) -> int:
+    """Return what is live when the gradients of such a layer's rows are summed, with operands of the weight gradients of so many layers.
+
+    Of each layer in float8: the gradients of gate and up and the input of down, the rows' inputs and the gradients of their results; of
+    attention the halves of the gradients of normed queries and keys, and two inputs of weight gradients (heap of Qwen3 30B for H100s).
+    """
+    gates = 2 if local.model.gated_mlp else 1
+    operands = (gates + 1) * local.hidden_bytes + 2 * local.row_bytes + local.stream_bytes + local.context_bytes
+    heads = local.query_bytes + local.key_bytes if local.model.qk_norm else 0
+    summed = gates * local.row_bytes + (local.slot_bytes or local.stream_bytes)
+    return layers * (one_byte(local, operands) + heads) + summed + beside_experts(local)

@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ridgeline.configs.remat import POLICIES
-from ridgeline.planner import block_scaled, constant_costs, delayed_experts, eight_bits
+from ridgeline.planner import block_scaled, constant_costs, delayed_experts, eight_bits, experts_over_tensor
 from ridgeline.planner.activations import attention_workspace, mask_bytes, offloads_inputs
 from ridgeline.planner.live_buffers import LiveBuffers
-from ridgeline.planner.recompute import Recomputed, recomputed
+from ridgeline.planner.recompute import Recomputed, recomputed, waiting
 
 STREAMS_IN_FLIGHT = 8
 """Full-sequence residual streams [R, T, D] that are live in the backward pass of one layer (inputs, cotangents and their transposes)."""
@@ -64,6 +64,11 @@ class LayerPeak(LiveBuffers):
         # 8-bit matmuls: the input of down for its weight gradient, and the gradient of a hidden activation in both layouts, one byte each
         quantized = 3 * hidden // local.compute_itemsize if recomputes and local.config.precision.eight_bit else 0
         of_experts = self.expert_rows_in_flight(at_start=at_start) + self.turn.padded_gradients() + SLOTS_IN_FLIGHT * local.slot_bytes
+        if self.experts_late and again.inputs:
+            # weight gradients come later: the gradients of the results are there too, and the gathered tokens are not
+            of_experts += local.row_bytes - local.slot_bytes
+            if experts_over_tensor.recomputes_experts(local):
+                at_mlp = experts_over_tensor.hidden_activations(local, self.program)
         down = local.mlp_matrix * local.gradient_itemsize if self.reduced and self.combined and not local.adapted else 0
         if down and local.model.moe is not None:  # those of the other layers of the turn wait for its end
             down += (self.turn.trained_weights - local.gathered_trained_weights) * local.gradient_itemsize
@@ -137,6 +142,13 @@ class LayerPeak(LiveBuffers):
                 ("its attention", in_experts[1][0] + local.row_bytes, 6 * stream, 0, 0, attention),
                 ("its end", hidden, at_end * stream, 0, end, mask),
             ]
+        if self.overlap and eight_bits.gathers_rows(local):
+            in_rows = eight_bits.in_gathered_rows(local, again)
+            return [
+                *(("its MLP", *experts, matrices, down, mask) for experts in in_rows),
+                ("its attention", in_rows[1][0] + local.row_bytes, 6 * stream, 0, 0, attention),
+                ("its end", hidden, at_end * stream, 0, end, mask),
+            ]
         if eight_bits.in_any_layout(local, self.program):
             of_mlp, others = eight_bits.mlp_in_any_layout(local, again, at_start=at_start)
             of_mlp += early * hidden + eight_bits.separate_activation(local, again, self.program)
@@ -157,6 +169,32 @@ class LayerPeak(LiveBuffers):
                 ("its end", hidden, at_end * stream, 0, 0 if delayed else end, mask),
             ]
         return []
+
+    @property
+    def experts_late(self) -> bool:
+        """Whether weight gradients of experts come when the gradients of their rows are summed, in the loop over layers too.
+
+        So it is where kernels are counted with constants (planner/experts_over_tensor.py), or the experts wait for their gradient.
+        """
+        waits = self.experts_wait and experts_over_tensor.applies(self.local) and not self.local.config.precision.eight_bit
+        return waits or (self.overlap and experts_over_tensor.late(self.local, self.program))
+
+    @property
+    def experts_wait(self) -> bool:
+        """Whether experts over tensor, one layer in a turn, are recomputed only when their gradient is there, after an exchange that lasts.
+
+        That is one over tensor and expert, or any where exchanges are counted with constants. Not looked at with latent attention.
+        """
+        local = self.local
+        alike = local.model.moe is not None and self.turn.layers == 1 and not local.latent_bytes and local.tensor > 1
+        lasts = local.expert > 1 or not self.program.measured_matmuls
+        return self.overlap and alike and lasts and waiting(local.config, local.tensor, local.expert) == "mlp"
+
+    @property
+    def delays_over_tensor(self) -> int:
+        """Layers with experts over tensor whose weight gradients are computed together at the start of the backward pass."""
+        gathers = self.overlap and experts_over_tensor.applies(self.local)
+        return experts_over_tensor.together(self.local, self.program) if gathers else 1
 
     @property
     def ring_recomputes(self) -> bool:
@@ -249,6 +287,8 @@ class LayerPeak(LiveBuffers):
         gradient of the layer's result, and inputs of attention, of the MLP and of its norm.
         """
         local = self.local
+        if self.experts_late:
+            return experts_over_tensor.beside_experts(local)
         if self._offloads_after_norms:
             return self._streams_after_norms()
         if not (self._plain_in_loop and (offloads_inputs(local) or self._reads_hidden_from_host)):

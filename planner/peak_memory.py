@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ridgeline.configs.remat import POLICIES
-from ridgeline.planner import block_scaled, constant_costs, delayed_experts, eight_bits, first_over_tensor
+from ridgeline.planner import block_scaled, constant_costs, delayed_experts, eight_bits, experts_over_tensor, first_over_tensor
 from ridgeline.planner.activations import (
     Component,
     attention_workspace,
@@ -59,7 +59,9 @@ class StepMemory(InLoss, AfterLayers):
                 points["reductions after the layers"] = self.reductions_after_layers()
         if self.delays_experts:
             # over context their gradients are summed too, and are not delayed
-            if self.local.context == 1 and not self.waits and not delayed_experts.sends_capped(self.local):
+            if self.delays_over_tensor > 1:
+                points["first layers of the backward pass"] = self.first_layers_over_tensor()
+            elif self.local.context == 1 and not self.waits and not self.experts_late and not delayed_experts.sends_capped(self.local):
                 points["first layers of the backward pass"] = self.first_layers()
             if self.reduced:
                 points["reductions of the first layers"] = self.reductions_of_first_layers()
@@ -102,6 +104,8 @@ class StepMemory(InLoss, AfterLayers):
         narrow, dots = eight_bits.applies(local), local.config.compute.remat.policy == "dots"
         if self.turn.in_order:
             return self._start_in_order(0 if dots else relaid)
+        if self.experts_wait or self.experts_late or self.delays_over_tensor > 1:
+            relaid = 0  # copied, if at all, after the experts, when less is live
         pieces = ring_keeps_update(local) and not narrow
         late = narrow and not self.program.transposes_float8 and not again.attention_update
         constant = self.overlap and constant_costs.gradients_after_attention(local, self.program)
@@ -292,6 +296,35 @@ class StepMemory(InLoss, AfterLayers):
             "loss": self.unembedding_gradient(),
         }
 
+    def first_layers_over_tensor(self) -> Components:
+        """As `first_layers`, with experts over tensor (planner/experts_over_tensor.py)."""
+        local, program = self.local, self.program
+        stacks, waiting = 0, 0
+        if experts_over_tensor.first_is_computed(local, program):
+            # by constants it has been reduced and written into the stacks of gradients
+            stacks = 0 if program.measured_matmuls else self.layer_gradients * self.stack_itemsize
+            waiting = local.gathered_trained_weights * local.gradient_itemsize if program.measured_matmuls else 0
+        points = {"its MLP": (experts_over_tensor.in_experts(local, program), stacks, waiting)}
+        if not local.config.precision.eight_bit:
+            points["its attention"] = (experts_over_tensor.after_attention(local, program), 0, 0)
+        where, (working, gradients, unreduced) = max(points.items(), key=lambda point: sum(point[1]))
+        working += self.turn.zeroed_slots()
+        return {
+            "activations": self.saved,
+            "gradients": Component(gradients, "of the layers, in stacks that begin with the first gradients"),
+            "accumulated_gradients": self.accumulated(),
+            "parameter_copies": Component(
+                self.layout_copies() + self.gathered_layer(), "transposed parameters of attention out; gathered weights of one layer"
+            ),
+            "working_activations": Component(
+                working, f"backward pass of a layer, at {where}, with inputs of its weight gradients and of those of layers before"
+            ),
+            "loss": self.unembedding_gradient(),
+            "collective_buffers": Component(
+                unreduced, f"unsharded {local.config.precision.gradients} gradients of a layer before their reduction"
+            ),
+        }
+
     def first_turns(self) -> Components:
         """Return what is live in the third turn of layers with experts, which is not in the loop (planner/delayed_experts.py)."""
         local = self.local
@@ -363,6 +396,8 @@ class StepMemory(InLoss, AfterLayers):
         at_mlp = 4 if POLICIES[local.config.compute.remat.policy].recomputes_block else 3
         in_mlp = at_mlp * local.hidden_bytes + 4 * local.row_bytes + SLOTS_IN_FLIGHT * local.slot_bytes
         in_mlp += STREAMS_IN_FLIGHT * local.stream_bytes
+        if self.experts_wait and experts_over_tensor.applies(local) and not local.config.precision.eight_bit:
+            in_mlp = experts_over_tensor.one_layer(local, self.program)
         if eight_bits.of_experts(local):
             in_mlp = self._in_narrow_experts()
         in_mlp += delayed_experts.next_attention(local)

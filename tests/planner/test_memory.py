@@ -658,6 +658,14 @@ CLOSE = {
     ("models/qwen3-30b-a3b", "full", 8192): {START: 0.025, WHOLE: 0.055},
     ("models/olmo2-1b", "offload", 32768): {START: 0.025, WHOLE: 0.03},
     ("models/qwen3-1.7b", "offload", "dgx-h200"): {START: 0.012, WHOLE: 0.022},
+    ("models/mixtral-8x7b", "full", "gb200-nvl72", "tensor"): {START: 0.012, WHOLE: 0.012},
+    ("models/mixtral-8x7b", "full", "dgx-a100", "tensor"): {START: 0.025, WHOLE: 0.015},
+    ("models/mixtral-8x7b", "full", "", "tensor"): {START: 0.012, WHOLE: 0.03},
+    ("models/qwen3-30b-a3b", "full", "", "tensor"): {START: 0.012, WHOLE: 0.04},
+    ("models/qwen3-235b-a22b", "full", "dgx-b200", "tensor"): {BACKWARD: 0.045, WHOLE: 0.025},
+    ("models/mixtral-8x7b", "names", "dgx-h200", "tensor"): {START: 0.012, WHOLE: 0.012},
+    ("models/mixtral-8x7b", "attention-only", "dgx-b200", "tensor"): {BACKWARD: 0.02, WHOLE: 0.02},
+    ("models/mixtral-8x7b", "attention-only", "dgx-a100", "tensor"): {START: 0.02, WHOLE: 0.015},
 }
 """Model and policy, and where several have both the length of the rows or a mesh with tensor or data -> points whose sum of components is
 planned closely, and how closely; at other points of these steps less is live than planned, or the plan is known to be off."""
