@@ -237,7 +237,7 @@ def relaid_bytes(local: LocalSizes, backend: str, overlap: bool, combined: bool,
         written_late |= local.model.norm_position == "post" and not ring and policy != "dots" and plain
         several = policy == "dots" and (ring or local.model.norm_position != "pre")
         stacks = 2 if ring_keeps_update(local) or several else 1
-        relaid = 0 if block_waits or written_late else layers * local.cut_stream_bytes * stacks
+        relaid = 0 if block_waits or written_late or _reads_kept_update(local) else layers * local.cut_stream_bytes * stacks
     if local.latent_bytes and local.ring and policy == "dots":
         relaid += layers * local.up_bytes  # keys and values from latents, as the ring reads them (heap of DeepSeek V2 Lite)
     if backend in ("xla", "reference") and policy == "none":
@@ -254,6 +254,13 @@ def relaid_bytes(local: LocalSizes, backend: str, overlap: bool, combined: bool,
         saves_hidden = any(count and size == local.hidden_bytes for count, size in saved_arrays(local, backend))
         relaid += layers * local.hidden_bytes if saves_hidden else 0
     return relaid
+
+
+def _reads_kept_update(local: LocalSizes) -> bool:
+    """Return whether layers with experts keep attention's update: inputs of blocks and updates are added as they were kept, and gathered
+    only for the exchange of tokens (heaps of Qwen3 30B over tensor, in bfloat16 and in float8 over context)."""
+    remat = local.config.compute.remat
+    return local.model.moe is not None and remat.policy == "names" and "attention_out" in remat.names
 
 
 def reduces_between_nodes(local: LocalSizes, program: GpuProgram) -> bool:

@@ -9,18 +9,35 @@ jax 0.10.2). Sizes are bytes of one device.
 from __future__ import annotations
 
 from ridgeline.configs.remat import POLICIES
-from ridgeline.planner.experts import exchange_method
+from ridgeline.planner.activations import offloads_inputs
+from ridgeline.planner.experts import TILE, exchange_method
 from ridgeline.planner.local import LocalSizes
-from ridgeline.planner.recompute import recomputed
+from ridgeline.planner.recompute import recomputed, waiting
 
 TURNS = 3
 """Turns at the start of the backward pass that are not in the loop, which XLA unrolls by two, of an even number of them."""
+
+
+LONG_GATHER = 2**28
+"""Bytes that a device receives in an exchange from which weight gradients are delayed over it beside the recomputation of the MLP.
+
+Bounds from heaps: so with 470 MB (Qwen3 30B, expert=8) and 805 MB (Mixtral, expert=4), not with 134 MB (Qwen3 30B and V2 Lite, expert=2).
+"""
 
 
 def delays_turns(local: LocalSizes) -> bool:
     """Return whether the gradients of two turns and a half are pending together; not where those of a turn are reduced within it."""
     sums_twice = local.data * local.context > 1
     return local.sends_uncapped and local.fsdp > 1 and not sums_twice and not local.adapted
+
+
+def delays_in_loop(local: LocalSizes) -> bool:
+    """Return whether a turn and a half are pending in the loop over layers, where each turn reduces its gradients.
+
+    Nothing is delayed beyond an iteration of the loop, which runs two turns (heaps of gpt-oss over context and tensor).
+    """
+    sums_twice = local.data * local.context > 1
+    return local.sends_uncapped and local.fsdp > 1 and sums_twice and not local.adapted
 
 
 def reduces_late(local: LocalSizes) -> bool:
@@ -36,13 +53,43 @@ def sends_capped(local: LocalSizes) -> bool:
     return exchange_method(local.model.moe, experts, {"expert": local.expert}) == "all_to_all" and experts.capacity_factor is not None
 
 
+def delays_beside_gathers(local: LocalSizes) -> bool:
+    """Return whether the weight gradients of the first layers are delayed although MLPs wait for gradients: where experts have no capacity,
+    and what a device gathers of tokens takes long (`LONG_GATHER`). With a capacity they are not; over tensor it was not looked at."""
+    uncapped = local.config.compute.experts.capacity_factor is None and local.expert > 1 and local.tensor == 1
+    return uncapped and local.slot_bytes * (local.expert - 1) // local.expert > LONG_GATHER
+
+
+def fetches_within_layers(local: LocalSizes) -> bool:
+    """Return whether values within blocks come from host memory.
+
+    The weight gradients of the first layers of the backward pass are not delayed then, unless the first router's gradient is reduced early
+    with the unembedding's: without it that reduction is covered by these weight gradients, which the copies keep behind it (heaps of
+    DeepSeek V2 Lite, and of Qwen3 30B with one microbatch and in a loop of microbatches).
+    """
+    return local.config.compute.remat.offloads and not offloads_inputs(local)
+
+
+def fetched_early(local: LocalSizes) -> int:
+    """Return the bytes of the next layer's gate and up that come from host memory while a layer's experts run. With shared experts, whose
+    values are copied before, they come later."""
+    moe, remat = local.model.moe, local.config.compute.remat
+    shared = moe is None or moe.shared_experts > 0
+    return 0 if shared or not fetches_within_layers(local) else len({"mlp_gate", "mlp_up"}.intersection(remat.names)) * local.hidden_bytes
+
+
 def pending_layers(layers: int) -> int:
     """Return the layers whose weight gradients are pending then, the current one included, for turns of so many."""
     return 2 * layers + layers // 2
 
 
-def operands(local: LocalSizes) -> int:
-    """Return the bytes that the weight gradients of one layer are computed from.
+def pending_in_loop(layers: int) -> int:
+    """As `pending_layers`, in the loop where `delays_in_loop`."""
+    return layers + layers // 2
+
+
+def operands(local: LocalSizes, *, cut: bool = False) -> int:
+    """Return the bytes that the weight gradients of one layer are computed from. cut: kept values are cut out of the stacks of all layers.
 
     The inputs of attention and MLP, and the gradients of their results; in the rows of the experts the inputs, and the gradients of the
     results; of the hidden activations the gradients of gate and up and the input of down (with biases these gradients also padded, and gate
@@ -58,8 +105,9 @@ def operands(local: LocalSizes) -> int:
     normed = 2 * (local.query_bytes + local.key_bytes) if local.model.qk_norm else 0
     attention = local.query_bytes + 2 * local.key_bytes + local.context_bytes
     if not local.config.precision.eight_bit:
-        again = len({"gate", "up"} & recomputed(local.model, local.config.compute.remat).weights)
-        with_biases = (gates + again - 1) * local.hidden_bytes if local.model.mlp_bias else 0
+        again = gates if cut else len({"gate", "up"} & recomputed(local.model, local.config.compute.remat).weights)
+        padded = local.model.expert_width // local.tensor % TILE > 0
+        with_biases = (gates + again - 1) * local.hidden_bytes if local.model.mlp_bias and padded else 0
         return hidden + with_biases + 2 * local.row_bytes + 4 * local.stream_bytes + attention + normed
     shared = moe.shared_experts * local.tokens * local.model.expert_width * local.compute_itemsize // local.tensor
     narrow = hidden + gates * shared + 2 * local.row_bytes + 2 * local.stream_bytes + 2 * attention
@@ -79,6 +127,23 @@ def next_attention(local: LocalSizes) -> int:
     if not sends_capped(local) or not POLICIES[local.config.compute.remat.policy].recomputes_block:
         return 0
     return attention(local) + 2 * local.stream_bytes + 4 * local.tokens * local.model.embed_dim // local.tensor
+
+
+def recomputes_attention_early(local: LocalSizes) -> bool:
+    """Return whether the layers before the loop compute their attention again when the backward pass begins: where it depends on no
+    gradient, and its inputs are in device memory. Not over tensor, nor with latent attention, which were not looked at."""
+    remat = local.config.compute.remat
+    waits = waiting(local.config, local.tensor, local.expert) == "mlp" and not remat.offloads
+    return waits and local.tensor == 1 and not local.latent_bytes
+
+
+def early_attention(local: LocalSizes) -> int:
+    """Return the bytes of the attention of three layers, of one of them the inputs alone, with seven streams.
+
+    Of the current layer the inputs of attention and of the MLP, attention's update and the gradient of the result; of one layer the inputs
+    of attention and of the MLP, of one that of attention. (Heap of Qwen3 30B on A100.)
+    """
+    return 2 * attention(local) + local.query_bytes + 2 * local.key_bytes + 7 * local.stream_bytes
 
 
 def late_operands(local: LocalSizes, layers: int) -> int:

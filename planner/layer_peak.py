@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ridgeline.configs.remat import POLICIES
 from ridgeline.planner import block_scaled, constant_costs, delayed_experts, eight_bits, experts_over_tensor
 from ridgeline.planner.activations import attention_workspace, mask_bytes, offloads_inputs
-from ridgeline.planner.live_buffers import LiveBuffers
+from ridgeline.planner.experts_peak import ExpertsPeak
 from ridgeline.planner.recompute import Recomputed, recomputed, waiting
 
 STREAMS_IN_FLIGHT = 8
@@ -29,7 +29,7 @@ Bounds from heaps of OLMo 2 1B: so with 65,536, in rows of 8,192 and 32,768; not
 
 
 @dataclass(frozen=True)
-class LayerPeak(LiveBuffers):
+class LayerPeak(ExpertsPeak):
     """What is live in the backward pass of a layer of a step of these sizes."""
 
     def peak_in_layer(self, together: int, more: int, streams: int, *, at_start: bool) -> tuple[str, int, int, int, int, int]:
@@ -107,6 +107,7 @@ class LayerPeak(LiveBuffers):
             *([("its end", delayed, 0, 0, more, mask)] if self.turn.layers > 1 and recomputes else []),
             *self._mlp_after_others(together, (at_mlp + slices) * hidden, down, mask),
             *self._experts_after_others(mask),
+            *self.in_experts(matrices, streams, mask, at_start=at_start),
         )
         return max(points, key=lambda point: sum(point[1:]))
 

@@ -306,7 +306,9 @@ class LiveBuffers:
         reduced_first = local.config.compute.reduces_unembedding_first or local.adapted
         summed = local.context > 1 or (self.data > 1 and not local.config.mesh.zero_stage)
         delays = self.overlap and self.one_chunk and not reduced_first and local.gradient_itemsize == 4
-        delays = delays and (not summed if self.in_loop else local.model.moe is None)
+        # where turns of layers with experts reduce their gradients, that of the last router takes it too (heap of gpt-oss over context)
+        late = not summed or (self.turn.layers > 1 and self.reduces_in_turn)
+        delays = delays and (late if self.in_loop else local.model.moe is None)
         return size if delays and size < 4 * local.table else 0
 
     @property
@@ -323,15 +325,16 @@ class LiveBuffers:
     def reduces_table_early(self) -> bool:
         """Whether the unembedding's gradient is reduced before the loop over layers, with that of the first router.
 
-        So in the heaps of Mixtral, Qwen3, gpt-oss and OLMo 3 with one microbatch; microbatches in a loop were not looked at. In DeepSeek it
-        is so too, but its compiled steps are planned without it. Nor where turns of several layers reduce their gradients in the next turn:
-        the two turns before the loop hold both their gradients and this one.
+        So in the heaps of Mixtral, Qwen3, gpt-oss and OLMo 3 with one microbatch; with microbatches in a loop in those of Mixtral and Qwen3
+        over context, not over data. In DeepSeek it is so too, but its compiled steps are planned without it. Nor where turns of several
+        layers reduce their gradients in the next turn: the two turns before the loop hold both their gradients and this one.
         """
         several = self.turn.layers > 1 and self.reduces_in_turn
         ordered = self.turn.in_order and not self.local.model.tie_embeddings
         sends = self.turn.layers > 1 and delayed_experts.delays_turns(self.local)
         early = self.delays_experts or several or ordered or sends or self.scatters_scaled
-        return early and self.reduced and not self.in_loop and self.local.model.latent_attention is None
+        loops = self.in_loop and not (self.delays_experts and self.local.context > 1 and self.data == 1)
+        return early and self.reduced and not loops and self.local.model.latent_attention is None
 
     def reduced_early(self) -> Component:
         """Return the gradient of the unembedding that has been reduced before the loop over layers."""
@@ -378,7 +381,10 @@ class LiveBuffers:
         if not (layers and self.overlap and local.fsdp > 1 and local.pipeline == 1):
             return Outside(0, 0)
         table = local.table * local.compute_itemsize if layers == 1 and local.tensor == 1 else 0
-        return Outside(layers * dense.gathered_layer_weights * local.matrix_itemsize + table, self.recomputed_attention())
+        # a loop copies values to host memory: without it gate and up are kept, or computed again as soon as their input is there
+        kept = delayed_experts.fetches_within_layers(local) and not {"mlp_gate", "mlp_up"}.isdisjoint(local.config.compute.remat.names)
+        of_mlp = layers * (2 if local.model.gated_mlp else 1) * dense.hidden_bytes if kept else 0
+        return Outside(layers * dense.gathered_layer_weights * local.matrix_itemsize + table, self.recomputed_attention() + of_mlp)
 
     def recomputed_attention(self) -> int:
         """Return the bytes of one layer's attention that was recomputed before its backward pass: queries, keys, values, and the results

@@ -59,9 +59,11 @@ class StepMemory(InLoss, AfterLayers):
                 points["reductions after the layers"] = self.reductions_after_layers()
         if self.delays_experts:
             # over context their gradients are summed too, and are not delayed
+            waits = self.waits and not delayed_experts.delays_beside_gathers(self.local)
+            delayed = self.local.context == 1 and not waits and not self.experts_late and not delayed_experts.sends_capped(self.local)
             if self.delays_over_tensor > 1:
                 points["first layers of the backward pass"] = self.first_layers_over_tensor()
-            elif self.local.context == 1 and not self.waits and not self.experts_late and not delayed_experts.sends_capped(self.local):
+            elif delayed and (self.reduces_table_early or not delayed_experts.fetches_within_layers(self.local)):
                 points["first layers of the backward pass"] = self.first_layers()
             if self.reduced:
                 points["reductions of the first layers"] = self.reductions_of_first_layers()
@@ -328,7 +330,11 @@ class StepMemory(InLoss, AfterLayers):
     def first_turns(self) -> Components:
         """Return what is live in the third turn of layers with experts, which is not in the loop (planner/delayed_experts.py)."""
         local = self.local
-        pending = delayed_experts.pending_layers(self.turn.layers) * delayed_experts.operands(local)
+        short = not self.waits and not local.config.precision.eight_bit
+        layers = (delayed_experts.pending_in_loop if short else delayed_experts.pending_layers)(self.turn.layers)
+        pending = layers * delayed_experts.operands(local)
+        if short:  # the next turn has computed its attention again, and written the zeros of its exchanges
+            pending += self.turn.layers * (delayed_experts.attention(local) + 2 * local.stream_bytes) + self.turn.zeros_of_turn
         return {
             "activations": self.saved,
             "accumulated_gradients": self.accumulated(),
@@ -390,22 +396,29 @@ class StepMemory(InLoss, AfterLayers):
         """
         local = self.local
         layer = local.gathered_trained_weights * local.gradient_itemsize
-        before = 0 if self.reduces_in_turn else min(DELAYED, local.model.moe_layers - 1)
+        waits = self.program.measured_matmuls and not self.reduces_in_turn  # by constants a reduction ends within the next layer
+        before = min(DELAYED, local.model.moe_layers - 1) if waits else 0
         latent = local.model.latent_attention is not None
         of_attention = local.query_bytes + local.up_bytes + local.stream_bytes if latent else 0
         at_mlp = 4 if POLICIES[local.config.compute.remat.policy].recomputes_block else 3
-        in_mlp = at_mlp * local.hidden_bytes + 4 * local.row_bytes + SLOTS_IN_FLIGHT * local.slot_bytes
-        in_mlp += STREAMS_IN_FLIGHT * local.stream_bytes
+        in_mlp = at_mlp * local.hidden_bytes + 4 * local.row_bytes
+        if self.program.adds_bfloat16:  # the parts by gate and by up come when gate and up are gone
+            in_mlp = max(in_mlp - 2 * local.row_bytes, 3 * local.hidden_bytes + 4 * local.row_bytes)
+        in_mlp += SLOTS_IN_FLIGHT * local.slot_bytes + STREAMS_IN_FLIGHT * local.stream_bytes
+        # the weight gradient of down of the layer before covers the exchange back, so that its gradients do not wait yet
+        covers = waits and delayed_experts.sends_capped(local) and not offloads_inputs(local)
+        in_mlp += local.hidden_bytes + local.row_bytes if covers else 0
         if self.experts_wait and experts_over_tensor.applies(local) and not local.config.precision.eight_bit:
             in_mlp = experts_over_tensor.one_layer(local, self.program)
         if eight_bits.of_experts(local):
             in_mlp = self._in_narrow_experts()
-        in_mlp += delayed_experts.next_attention(local)
-        # Latent attention of the next layer needs its weights while the gradients of this one wait.
+        in_mlp += delayed_experts.next_attention(local) + delayed_experts.fetched_early(local)
+        # Latent attention of the next layer, or one with values in host memory, needs its weights while the gradients of this one wait.
+        early = latent or delayed_experts.fetches_within_layers(local)
         gathered, streams = self.gathered_layer() + self.outside.weights, 5 if latent else 3
         points = {
-            "its MLP": (in_mlp, gathered, 0),
-            "its end": (local.hidden_bytes + streams * local.stream_bytes, gathered if latent else 0, layer),
+            "its MLP": (in_mlp, gathered, (before - (covers and before > 1)) * layer),
+            "its end": (local.hidden_bytes + streams * local.stream_bytes, gathered if early else 0, (before + 1) * layer),
         }
         where, (working, copies, gradients) = max(points.items(), key=lambda point: sum(point[1]))
         working += before * of_attention + self.recomputed_attention() + self.outside.activations
@@ -419,7 +432,7 @@ class StepMemory(InLoss, AfterLayers):
             "working_activations": Component(working, f"backward pass of the third layer, at {where}"),
             "loss": self.unembedding_gradient(),
             "collective_buffers": Component(
-                before * layer + gradients, f"unsharded {local.config.precision.gradients} gradients of layers before their reduction"
+                gradients, f"unsharded {local.config.precision.gradients} gradients of layers before their reduction"
             ),
         }
 

@@ -224,10 +224,16 @@ class Turn:
         moe, (slots, rows) = self.local.model.moe, self.local.written_in_place
         if moe is None or not self.overlap:
             return 0
-        distinct, of_turn = slots + (rows if rows != slots else 0), self.layers // moe.every * (2 * slots + rows)
+        distinct, of_turn = slots + (rows if rows != slots else 0), self.zeros_of_turn
         if self.in_loop:
             return distinct + (of_turn if self.layers > 1 else 0)
         return of_turn + (distinct if self.layers > 1 else 0)
+
+    @property
+    def zeros_of_turn(self) -> int:
+        """Bytes of the zeros of the exchanges of a turn's backward pass (`zeroed_slots`)."""
+        moe, (slots, rows) = self.local.model.moe, self.local.written_in_place
+        return 0 if moe is None else self.layers // moe.every * (2 * slots + rows)
 
     def padded_gradients(self) -> int:
         """Return the size of the gradients of gate and up that are copied to rows of whole tiles, for the gradients of experts' biases."""

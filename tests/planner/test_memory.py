@@ -666,6 +666,16 @@ CLOSE = {
     ("models/mixtral-8x7b", "names", "dgx-h200", "tensor"): {START: 0.012, WHOLE: 0.012},
     ("models/mixtral-8x7b", "attention-only", "dgx-b200", "tensor"): {BACKWARD: 0.02, WHOLE: 0.02},
     ("models/mixtral-8x7b", "attention-only", "dgx-a100", "tensor"): {START: 0.02, WHOLE: 0.015},
+    ("models/gpt-oss-20b", "names"): {START: 0.018, BACKWARD: 0.012, WHOLE: 0.012},
+    ("models/gpt-oss-20b", "full", "dgx-h200"): {START: 0.02, BACKWARD: 0.012, WHOLE: 0.012},
+    ("models/gpt-oss-20b", "attention-only"): {START: 0.025, BACKWARD: 0.012, WHOLE: 0.012},
+    ("models/deepseek-v2-lite", "offload"): {START: 0.012, BACKWARD: 0.012, WHOLE: 0.012},
+    ("models/deepseek-v2-lite", "full"): {START: 0.035, BACKWARD: 0.025, WHOLE: 0.012},
+    ("models/qwen3-30b-a3b", "offload", 4096): {START: 0.035, BACKWARD: 0.022, WHOLE: 0.037},
+    ("models/qwen3-30b-a3b", "offload", 16384): {START: 0.012, BACKWARD: 0.022, WHOLE: 0.012},
+    ("models/qwen3-30b-a3b", "full", 2048): {START: 0.03, BACKWARD: 0.012, WHOLE: 0.02},
+    ("models/qwen3-30b-a3b", "full", "dgx-a100"): {START: 0.012, BACKWARD: 0.022, WHOLE: 0.012},
+    ("models/mixtral-8x7b", "full", "dgx-a100"): {START: 0.03, BACKWARD: 0.045, WHOLE: 0.015},
 }
 """Model and policy, and where several have both the length of the rows or a mesh with tensor or data -> points whose sum of components is
 planned closely, and how closely; at other points of these steps less is live than planned, or the plan is known to be off."""

@@ -1,0 +1,86 @@
+"""Points in the experts of a layer's backward pass where memory can peak, beside those of any MLP (planner/layer_peak.py).
+
+Read from the heaps of compiled steps (GPU backend, jax 0.10.2). Sizes are bytes of one device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ridgeline.planner import delayed_experts
+from ridgeline.planner.activations import offloads_inputs
+from ridgeline.planner.live_buffers import LiveBuffers
+
+Point = tuple[str, int, int, int, int, int]
+"""Where it is, and there: hidden activations, streams, gathered weights, gradients before their reduction, and attention's workspace."""
+
+
+@dataclass(frozen=True)
+class ExpertsPeak(LiveBuffers):
+    """What is live in the experts of a layer of a step of these sizes."""
+
+    def in_experts(self, matrices: int, streams: int, mask: int, *, at_start: bool) -> list[Point]:
+        """Return the points in the experts of a layer; none without trained experts.
+
+        matrices: gathered weights. streams: residual streams in the MLP. mask: of packed documents. at_start: in the layer that is first.
+        """
+        if not self.overlap or self.local.model.moe is None or self.local.adapted:
+            return []
+        if self.turn.layers > 1:
+            return self._of_pending_turns(mask, at_start=at_start)
+        return [*self._rows_by_gate_and_up(matrices, streams, mask), *(self._after_attention(mask) if at_start else [])]
+
+    def _rows_by_gate_and_up(self, matrices: int, streams: int, mask: int) -> list[Point]:
+        """Return the point in the experts of a layer where the gradients of their rows by gate and by up are summed into slots.
+
+        Beside them are the inputs and the gradients of the results, and of the hidden activations the gradients of gate and up and the
+        input of down. It is the peak where rows are wider than hidden activations. Over tensor and with all_to_all it is another one.
+        (Heaps of DeepSeek V2 Lite and Qwen3 30B.)
+
+        matrices: gathered weights. streams: residual streams in the MLP; `backward` adds one in float32.
+        """
+        local = self.local
+        early = self.reduces_in_turn and not offloads_inputs(local)  # weight gradients of down
+        sends = local.sends_uncapped or delayed_experts.sends_capped(local)
+        if sends or local.tensor > 1 or early or not self.program.adds_bfloat16:
+            return []
+        others = streams * local.stream_bytes - 4 * local.tokens * local.model.embed_dim + self._zeros_of_ring()
+        return [("its MLP", 3 * local.hidden_bytes + 4 * local.row_bytes + local.slot_bytes, others, matrices, 0, mask)]
+
+    def _zeros_of_ring(self) -> int:
+        """Return the size of the float32 zeros that the sums of a ring over context begin with: those of the gradients of queries and keys,
+        which depend on nothing and are taken out of the loop over layers, a copy of them for this layer, and those of the results of half
+        of the tokens. (Heap of Qwen3 30B; of layers without experts the peak is elsewhere.)
+        """
+        local = self.local
+        wide = 4 // local.compute_itemsize
+        return wide * (2 * (local.query_bytes + local.key_bytes) + local.context_bytes // 2) if local.ring and local.context > 2 else 0
+
+    def _of_pending_turns(self, mask: int, *, at_start: bool) -> list[Point]:
+        """Return the point in the experts of a layer where the weight gradients of the layers before it are delayed over its exchanges.
+
+        What a layer recomputes when its gradient is there is exchanged then too: so many exchanges follow each other that all other
+        matmuls of an iteration of the loop, which runs two turns, are put between the last ones. At the start one turn is not in the loop.
+        Where a turn's gradients are larger than the slots of an exchange, their reductions begin within it (heaps of gpt-oss: 1.3 and 4.8
+        times as large over context=4 and over data; they wait where they are a third of it).
+        """
+        local, turn = self.local, self.turn
+        if not (self.waits and turn.recomputes and delayed_experts.delays_in_loop(local) and self.delays_over_exchanges):
+            return []
+        longer = turn.trained_weights * local.gradient_itemsize > local.slot_bytes  # the reductions than an exchange
+        layers = turn.layers if at_start or longer else delayed_experts.pending_in_loop(turn.layers)
+        return [("its MLP", layers * delayed_experts.operands(local, cut=True) + delayed_experts.current(local), 0, 0, 0, mask)]
+
+    def _after_attention(self, mask: int) -> list[Point]:
+        """Return the point in the experts of the layer that comes first, where MLPs alone wait for gradients.
+
+        The attention of the three layers that are not in the loop is computed again at once (`delayed_experts.early_attention`). Where
+        each turn reduces its gradients, one layer is not in the loop.
+        """
+        local = self.local
+        if self.reduces_in_turn or not delayed_experts.recomputes_attention_early(local):
+            return []
+        # `backward` adds one stream in float32
+        streams = delayed_experts.early_attention(local) - 4 * local.tokens * local.model.embed_dim
+        rows = 3 * local.hidden_bytes + 4 * local.row_bytes + local.slot_bytes
+        return [("its MLP", rows, streams, 0, 0, mask)]
