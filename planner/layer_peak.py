@@ -11,6 +11,7 @@ from ridgeline.configs.remat import POLICIES
 from ridgeline.planner import block_scaled, constant_costs, delayed_experts, eight_bits
 from ridgeline.planner.activations import attention_workspace, mask_bytes, offloads_inputs
 from ridgeline.planner.live_buffers import LiveBuffers
+from ridgeline.planner.overlap import WIDEST_TENSOR
 from ridgeline.planner.recompute import Recomputed, recomputed
 
 STREAMS_IN_FLIGHT = 8
@@ -81,17 +82,18 @@ class LayerPeak(LiveBuffers):
         at_mlp += self._reads_hidden_from_host
         ring = self._mlp_in_ring(at_start=at_start)
         over_tensor = [(ring[0], ring[1])] if ring else self._mlp_from_host_over_tensor(at_start=at_start)
+        in_mlp = self._streams_in_mlp(streams, at_start=at_start)
         points = (
             *(("its MLP", *sizes, matrices, down, mask) for sizes in over_tensor),
             *(
-                ("its MLP", hidden_and_rows + quantized + of_experts, self._streams_in_mlp(streams), matrices, down, mask)
+                ("its MLP", hidden_and_rows + quantized + of_experts, in_mlp, matrices, down, mask)
                 for hidden_and_rows in ([] if over_tensor else self._hidden_and_rows(at_mlp))
             ),
             ("its attention", min(3, early) * hidden, 6 * stream, 0, 0, attention),
             # attention may run before the gradients of the MLP's weights
             ("its attention", early * hidden if recomputes else 0, 3 * stream + 5 * local.query_bytes, 0, 0, attention),
             *of_attention,
-            *self._weight_gradients_after_attention(attention),
+            *self._weight_gradients_after_attention(attention, at_start=at_start),
             *([] if at_start else self._sum_by_projections(attention)),
             ("its end", hidden, at_end * stream, 0, waiting + more, mask),
             *([("its end", delayed, 0, 0, more, mask)] if self.turn.layers > 1 and recomputes else []),
@@ -206,7 +208,7 @@ class LayerPeak(LiveBuffers):
         plain = local.config.precision.matmul in ("compute", "fp8") and local.model.norm_position == "pre" and local.tensor == 1
         return local.uniform_dense and plain and self.in_loop
 
-    def _streams_in_mlp(self, usual: int) -> int:
+    def _streams_in_mlp(self, usual: int, *, at_start: bool) -> int:
         """Return the size of what is live in the MLP of a layer beside hidden activations; usual: number of streams, where it is not known.
 
         Where microbatches run in a loop and only inputs of blocks are kept, in host memory: what attention's backward pass needs, with
@@ -219,6 +221,8 @@ class LayerPeak(LiveBuffers):
         local = self.local
         if self._offloads_after_norms:
             return self._streams_after_norms()
+        if self._inputs_from_host_over_tensor:
+            return self._streams_over_tensor(at_start=at_start)
         if not (self._plain_in_loop and (offloads_inputs(local) or self._reads_hidden_from_host)):
             return usual * local.stream_bytes
         attention = local.query_bytes + local.context_bytes + 2 * local.key_bytes
@@ -233,6 +237,31 @@ class LayerPeak(LiveBuffers):
         local, model, remat = self.local, self.local.model, self.local.config.compute.remat
         plain = local.uniform_dense and local.config.precision.matmul == "compute" and local.tensor == 1
         return plain and self.overlap and self.in_loop and model.norm_position == "post" and remat.offloads and not offloads_inputs(local)
+
+    @property
+    def _inputs_from_host_over_tensor(self) -> bool:
+        """Whether inputs of blocks are in host memory, the MLP's input is gathered over tensor, and norms are before attention and MLP."""
+        local = self.local
+        plain = local.uniform_dense and local.config.precision.matmul == "compute" and local.pipeline == 1
+        gathers = local.tensor > 1 and local.config.compute.tensor_overlap == "gather" and local.model.norm_position == "pre"
+        return plain and self.overlap and gathers and offloads_inputs(local)
+
+    def _streams_over_tensor(self, *, at_start: bool) -> int:
+        """Return the size of what is live in the MLP of a layer beside hidden activations, where `_inputs_from_host_over_tensor`.
+
+        When the gradients of the MLP's input by gate and by up are summed: of the whole sequence these two and the sum, the inputs of
+        attention and MLP, and the gradient of the MLP's result; what attention's backward pass needs, with norms of queries and keys also
+        their inputs; one rotary table in float32. Sharded are the block's input, the MLP's, and the gradient of the layer's result. In the
+        layer that comes first, with one microbatch, the next attention's input is gathered, if three collectives may be in flight.
+        """
+        local, model = self.local, self.local.model
+        attention = local.query_bytes + local.key_bytes + local.value_bytes + local.context_bytes
+        attention += local.query_bytes + local.key_bytes if model.qk_norm else 0
+        rotary = local.tokens * model.head_width // 2 * 4 if model.position == "rope" else 0
+        # `backward` adds the block's input, and one stream in float32, which is the two others
+        third = local.tensor <= WIDEST_TENSOR and not self.in_loop
+        gathered = local.stream_bytes + local.cut_stream_bytes if at_start and third else 0
+        return 6 * local.stream_bytes + attention + rotary + gathered
 
     def _streams_after_norms(self) -> int:
         """Return the size of what is live in the MLP of a layer beside hidden activations, where `_offloads_after_norms`.
@@ -306,14 +335,20 @@ class LayerPeak(LiveBuffers):
         streams += -4 * local.tokens * model.embed_dim // local.tensor if self.in_loop else local.stream_bytes
         return [("its attention", hidden, streams + heads, 0, 0, workspace)]
 
-    def _weight_gradients_after_attention(self, workspace: int) -> list[tuple[str, int, int, int, int, int]]:
+    def _weight_gradients_after_attention(self, workspace: int, *, at_start: bool) -> list[tuple[str, int, int, int, int, int]]:
         """Return the point in attention's backward pass where the weight gradients of a layer come after it (planner/constant_costs.py).
 
         workspace: of attention.
         """
-        if not (self.overlap and constant_costs.gradients_after_attention(self.local, self.program)):
+        local = self.local
+        if not (self.overlap and constant_costs.gradients_after_attention(local, self.program)):
             return []
-        return [("its attention", *constant_costs.at_end_of_attention(self.local, self.program), 0, 0, workspace)]
+        reduced = 0
+        if self.reduced and not at_start and constant_costs.gathers_before_sum(local):
+            reduced = self.turn.trained_weights * local.gradient_itemsize  # of the layer before, which `backward` adds unsharded
+        reduced -= reduced // local.fsdp
+        sizes = constant_costs.at_end_of_attention(local, self.program, at_start=at_start)
+        return [("its attention", *sizes, 0, -reduced, workspace)]
 
     def _sum_by_projections(self, workspace: int) -> list[tuple[str, int, int, int, int, int]]:
         """Return the point at the end of attention over tensor where the gradients of its input by queries, keys and values are summed.
