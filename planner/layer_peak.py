@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ridgeline.configs.remat import POLICIES
 from ridgeline.planner import block_scaled, constant_costs, delayed_experts, eight_bits
-from ridgeline.planner.activations import attention_workspace, mask_bytes, offloads_inputs
+from ridgeline.planner.activations import NODE_DEVICES, attention_workspace, mask_bytes, offloads_inputs
 from ridgeline.planner.live_buffers import LiveBuffers
 from ridgeline.planner.overlap import WIDEST_TENSOR
 from ridgeline.planner.recompute import Recomputed, recomputed
@@ -26,6 +26,12 @@ FEW_TOKENS = 2**16
 """Tokens of a device and microbatch up to which one kernel computes the gradients of the final norm's scale and input.
 
 Bounds from heaps of OLMo 2 1B: so with 65,536, in rows of 8,192 and 32,768; not with 131,072, in rows of 16,384 and 32,768.
+"""
+
+REDUCED_EARLY = 3 * 2**29
+"""Bytes of a layer's gradients up to which their reduction within a node is over before the next layer's MLP.
+
+Bounds from heaps: so with 1.36 GB (Phi-4) and, with any number of tokens, less; not with 1.95 GB (Qwen2.5 32B, with float32 gradients).
 """
 
 
@@ -202,6 +208,24 @@ class LayerPeak(LiveBuffers):
         return self._plain_in_loop and from_host and local.model.gated_mlp and local.config.precision.matmul == "compute"
 
     @property
+    def computes_gradient_early(self) -> bool:
+        """Whether a layer computes the gradient of the input of down while the block's input comes from host memory.
+
+        By measured times that matmul hides the copy, and within a node also the reduction of the gradients of the layer before, with any
+        number of microbatches (heaps of Llama 3.1 8B, Qwen3 8B, Mistral Nemo 12B and Phi-4). Between nodes that lasts as long as the layer,
+        and steps of one microbatch were not repaired.
+        """
+        local = self.local
+        plain = local.config.precision.matmul == "compute" and local.model.norm_position == "pre" and local.tensor * local.context == 1
+        within = local.uniform_dense and local.pipeline == 1 and local.fsdp * local.data <= NODE_DEVICES
+        return self.overlap and self.program.measured_matmuls and plain and within and offloads_inputs(local)
+
+    @property
+    def reduces_before_mlp(self) -> bool:
+        """Whether the gradients of the layer before have been reduced when a layer is in its MLP, where it `computes_gradient_early`."""
+        return self.computes_gradient_early and self.turn.trained_weights * self.local.gradient_itemsize <= REDUCED_EARLY
+
+    @property
     def _plain_in_loop(self) -> bool:
         """Whether microbatches run in a loop, in layers of one kind, without experts and norms of results, that are not over tensor."""
         local = self.local
@@ -223,7 +247,8 @@ class LayerPeak(LiveBuffers):
             return self._streams_after_norms()
         if self._inputs_from_host_over_tensor:
             return self._streams_over_tensor(at_start=at_start)
-        if not (self._plain_in_loop and (offloads_inputs(local) or self._reads_hidden_from_host)):
+        inputs = self._plain_in_loop and offloads_inputs(local)
+        if not (inputs or self._reads_hidden_from_host or self.computes_gradient_early):
             return usual * local.stream_bytes
         attention = local.query_bytes + local.context_bytes + 2 * local.key_bytes
         attention += local.query_bytes + local.key_bytes if local.model.qk_norm else 0

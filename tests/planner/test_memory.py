@@ -487,6 +487,9 @@ LAST = "last layer of the backward pass"
 AT_END = (LAST, "reductions after the layers")
 """Points of the plan in the backward pass of the first layer, which comes last, and of the tables."""
 CLOSE = {
+    ("models/phi4-14b", "offload", "", ""): {START: 0.02, BACKWARD: 0.02, WHOLE: 0.012},
+    ("models/qwen2.5-32b", "offload", "", ""): {START: 0.025, BACKWARD: 0.04, WHOLE: 0.015},
+    ("models/qwen3-8b", "offload", "", ""): {START: 0.012, BACKWARD: 0.012, WHOLE: 0.012},
     ("models/llama-3.1-8b", "offload", "gb200-nvl72", "tensor"): {START: 0.012, BACKWARD: 0.012, WHOLE: 0.012},
     ("models/olmo2-7b", "offload", "dgx-a100", "tensor"): {START: 0.012, BACKWARD: 0.012, WHOLE: 0.012},
     ("models/llama-3.1-8b", "offload", "dgx-a100"): {BACKWARD: 0.012, WHOLE: 0.012},
