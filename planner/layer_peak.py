@@ -438,7 +438,9 @@ class LayerPeak(LiveBuffers):
         elif not narrow:
             streams += local.stream_bytes * 2 // local.compute_itemsize  # final hidden states are float32
         if model.activation == "gelu_tanh" and self.turn.in_order and not narrow:
-            of_mlp += local.hidden_bytes
+            # in a loop of microbatches the weight gradients that are pending come before the gradient of the input of down, while the next
+            # block's input comes from host memory (heaps of Gemma 3 12B and 4B, Gemma 2 9B)
+            of_mlp += 0 if self.in_loop and offloads_inputs(local) else local.hidden_bytes
         elif self.turn.in_order and not narrow and self._computes_gates_first:
             of_mlp += 2 * local.hidden_bytes
         elif model.activation == "gelu_tanh" and not self.in_loop and not narrow:  # so in the heaps of Gemma 2 and 3

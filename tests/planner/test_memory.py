@@ -487,6 +487,7 @@ LAST = "last layer of the backward pass"
 AT_END = (LAST, "reductions after the layers")
 """Points of the plan in the backward pass of the first layer, which comes last, and of the tables."""
 CLOSE = {
+    ("models/gemma2-9b", "offload", "dgx-h200"): {BACKWARD: 0.018, WHOLE: 0.025},
     ("models/phi4-14b", "offload", "", ""): {START: 0.02, BACKWARD: 0.02, WHOLE: 0.012},
     ("models/qwen2.5-32b", "offload", "", ""): {START: 0.025, BACKWARD: 0.04, WHOLE: 0.015},
     ("models/qwen3-8b", "offload", "", ""): {START: 0.012, BACKWARD: 0.012, WHOLE: 0.012},
