@@ -28,7 +28,7 @@ from ridgeline.launch.preflight.host import memory_bytes
 from ridgeline.launch.xla_flags import name_of, split_flags, unknown_flags
 from ridgeline.planner.hardware import generation_of, hardware
 from ridgeline.planner.host_memory import offloads, pool_limit_gib
-from ridgeline.planner.overlap import POOL_SHARE
+from ridgeline.planner.overlap import POOL_SHARE, WIDEST_TENSOR
 from ridgeline.planner.parameters import count_parameters
 from ridgeline.rundir.directory import AUTOTUNE
 
@@ -37,8 +37,7 @@ MEMORY_FRACTION = f"{POOL_SHARE:g}"
 """Share of the device memory that XLA's pool reserves; a cluster's `utilisation_cap` must not exceed it."""
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 IN_FLIGHT, IN_FLIGHT_TENSOR = 3, 2
-WIDEST_TENSOR = 2
-"""Tensor parallelism above this many devices gets IN_FLIGHT_TENSOR."""
+"""Collectives in flight: the second where tensor parallelism is above WIDEST_TENSOR devices."""
 DETERMINISTIC_OPS = "--xla_gpu_exclude_nondeterministic_ops"
 KERNEL_CHOICES = "--xla_gpu_per_fusion_autotune_cache_dir"
 

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 from math import ceil
 
+from ridgeline.configs.remat import offloads_inputs
 from ridgeline.planner.hardware import GpuProgram
 from ridgeline.planner.local import LocalSizes
+from ridgeline.planner.overlap import WIDEST_TENSOR
 from ridgeline.planner.recompute import in_scan, recomputed
 
 HIDES_GATHER = 5
@@ -27,13 +29,14 @@ def applies(local: LocalSizes, program: GpuProgram) -> bool:
     """Return whether alike layers in a loop gather their inputs, computed again, over tensor under this scheduler."""
     config, model = local.config, local.model
     plain = local.pipeline * local.context == 1 and in_scan(model, config.compute)
-    gathers = local.tensor > 1 and config.compute.tensor_overlap == "gather" and config.compute.remat.policy in ("full", "names", "dots")
+    again = config.compute.remat.policy in ("full", "names", "dots") or _from_host(local)
+    gathers = local.tensor > 1 and config.compute.tensor_overlap == "gather" and again
     return not program.measured_matmuls and local.uniform_dense and plain and gathers
 
 
 def gradients_after_attention(local: LocalSizes, program: GpuProgram) -> bool:
     """Return whether nothing but the block's input is kept: all weight gradients of a layer come after attention's backward pass."""
-    return applies(local, program) and local.config.compute.remat.policy == "full"
+    return applies(local, program) and (local.config.compute.remat.policy == "full" or _from_host(local))
 
 
 def stacks_input_late(local: LocalSizes, program: GpuProgram) -> bool:
@@ -147,15 +150,25 @@ def in_attention(local: LocalSizes, program: GpuProgram, *, at_start: bool) -> l
     return [(2 * gates * hidden, others), *summed]
 
 
-def at_end_of_attention(local: LocalSizes, program: GpuProgram) -> tuple[int, int]:
+def at_end_of_attention(local: LocalSizes, program: GpuProgram, *, at_start: bool) -> tuple[int, int]:
     """Return the sizes of hidden activations and of all others when attention's backward pass has summed the gradients of its input.
 
     Of the MLP gate and up with their gradients. Of the whole sequence: the gradients of attention's input by queries, keys and values with
     their sum, those of both results, the MLP's input, and attention's transposed; as it is too where a split matmul reads it.
     `LayerPeak.backward` adds one stream in float32.
     """
-    streams = 8 + reads_gathered(local, program)
-    return _hidden(local), streams * local.stream_bytes + _heads(local) + (_sharded(local, program) - 2) * local.cut_stream_bytes
+    gathered = not at_start and gathers_before_sum(local)
+    streams, sharded = 8 + reads_gathered(local, program) + gathered, _sharded(local, program) - 2 + gathered
+    return _hidden(local), streams * local.stream_bytes + _heads(local) + sharded * local.cut_stream_bytes
+
+
+def gathers_before_sum(local: LocalSizes) -> bool:
+    """Return whether the next attention's input is gathered before attention's backward pass has summed the gradients of its input.
+
+    So it is where the next layer's input comes from host memory, and not out of a stack, and a third collective may be in flight beside the
+    gather of weights and the scatter of this sum. The gradients of the layer before are reduced by then, as they would be a fourth.
+    """
+    return _from_host(local) and local.tensor <= WIDEST_TENSOR
 
 
 def while_copied(local: LocalSizes, program: GpuProgram) -> int:
@@ -192,6 +205,12 @@ def _sharded(local: LocalSizes, program: GpuProgram) -> int:
     """Return the number of streams between blocks: the gradient, and where norms follow, the one that they are added to; rounded ones where
     bfloat16 is added in float32."""
     return 1 + _norm_after(local) + (0 if program.adds_bfloat16 else 2)
+
+
+def _from_host(local: LocalSizes) -> bool:
+    """Return whether the inputs of blocks are kept in host memory."""
+    remat = local.config.compute.remat
+    return offloads_inputs(remat.policy, remat.names)
 
 
 def _norm_after(local: LocalSizes) -> bool:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 from ridgeline.configs.remat import POLICIES
 from ridgeline.planner import block_scaled, constant_costs, delayed_experts, eight_bits, experts_over_tensor
-from ridgeline.planner.activations import attention_workspace, mask_bytes, offloads_inputs
+from ridgeline.planner.activations import NODE_DEVICES, attention_workspace, mask_bytes, offloads_inputs
 from ridgeline.planner.experts_peak import ExpertsPeak
+from ridgeline.planner.overlap import WIDEST_TENSOR
 from ridgeline.planner.recompute import Recomputed, recomputed, waiting
 
 STREAMS_IN_FLIGHT = 8
@@ -25,6 +26,12 @@ FEW_TOKENS = 2**16
 """Tokens of a device and microbatch up to which one kernel computes the gradients of the final norm's scale and input.
 
 Bounds from heaps of OLMo 2 1B: so with 65,536, in rows of 8,192 and 32,768; not with 131,072, in rows of 16,384 and 32,768.
+"""
+
+REDUCED_EARLY = 3 * 2**29
+"""Bytes of a layer's gradients up to which their reduction within a node is over before the next layer's MLP.
+
+Bounds from heaps: so with 1.36 GB (Phi-4) and, with any number of tokens, less; not with 1.95 GB (Qwen2.5 32B, with float32 gradients).
 """
 
 
@@ -91,17 +98,18 @@ class LayerPeak(ExpertsPeak):
         at_mlp += self._reads_hidden_from_host
         ring = self._mlp_in_ring(at_start=at_start)
         over_tensor = [(ring[0], ring[1])] if ring else self._mlp_from_host_over_tensor(at_start=at_start)
+        in_mlp = self._streams_in_mlp(streams, at_start=at_start)
         points = (
             *(("its MLP", *sizes, matrices, down, mask) for sizes in over_tensor),
             *(
-                ("its MLP", hidden_and_rows + quantized + of_experts, self._streams_in_mlp(streams), matrices, down, mask)
+                ("its MLP", hidden_and_rows + quantized + of_experts, in_mlp, matrices, down, mask)
                 for hidden_and_rows in ([] if over_tensor else self._hidden_and_rows(at_mlp))
             ),
             ("its attention", min(3, early) * hidden, 6 * stream, 0, 0, attention),
             # attention may run before the gradients of the MLP's weights
             ("its attention", early * hidden if recomputes else 0, 3 * stream + 5 * local.query_bytes, 0, 0, attention),
             *of_attention,
-            *self._weight_gradients_after_attention(attention),
+            *self._weight_gradients_after_attention(attention, at_start=at_start),
             *([] if at_start else self._sum_by_projections(attention)),
             ("its end", hidden, at_end * stream, 0, waiting + more, mask),
             *([("its end", delayed, 0, 0, more, mask)] if self.turn.layers > 1 and recomputes else []),
@@ -271,13 +279,31 @@ class LayerPeak(ExpertsPeak):
         return self._plain_in_loop and from_host and local.model.gated_mlp and local.config.precision.matmul == "compute"
 
     @property
+    def computes_gradient_early(self) -> bool:
+        """Whether a layer computes the gradient of the input of down while the block's input comes from host memory.
+
+        By measured times that matmul hides the copy, and within a node also the reduction of the gradients of the layer before, with any
+        number of microbatches (heaps of Llama 3.1 8B, Qwen3 8B, Mistral Nemo 12B and Phi-4). Between nodes that lasts as long as the layer,
+        and steps of one microbatch were not repaired.
+        """
+        local = self.local
+        plain = local.config.precision.matmul == "compute" and local.model.norm_position == "pre" and local.tensor * local.context == 1
+        within = local.uniform_dense and local.pipeline == 1 and local.fsdp * local.data <= NODE_DEVICES
+        return self.overlap and self.program.measured_matmuls and plain and within and offloads_inputs(local)
+
+    @property
+    def reduces_before_mlp(self) -> bool:
+        """Whether the gradients of the layer before have been reduced when a layer is in its MLP, where it `computes_gradient_early`."""
+        return self.computes_gradient_early and self.turn.trained_weights * self.local.gradient_itemsize <= REDUCED_EARLY
+
+    @property
     def _plain_in_loop(self) -> bool:
         """Whether microbatches run in a loop, in layers of one kind, without experts and norms of results, that are not over tensor."""
         local = self.local
         plain = local.config.precision.matmul in ("compute", "fp8") and local.model.norm_position == "pre" and local.tensor == 1
         return local.uniform_dense and plain and self.in_loop
 
-    def _streams_in_mlp(self, usual: int) -> int:
+    def _streams_in_mlp(self, usual: int, *, at_start: bool) -> int:
         """Return the size of what is live in the MLP of a layer beside hidden activations; usual: number of streams, where it is not known.
 
         Where microbatches run in a loop and only inputs of blocks are kept, in host memory: what attention's backward pass needs, with
@@ -292,7 +318,10 @@ class LayerPeak(ExpertsPeak):
             return experts_over_tensor.beside_experts(local)
         if self._offloads_after_norms:
             return self._streams_after_norms()
-        if not (self._plain_in_loop and (offloads_inputs(local) or self._reads_hidden_from_host)):
+        if self._inputs_from_host_over_tensor:
+            return self._streams_over_tensor(at_start=at_start)
+        inputs = self._plain_in_loop and offloads_inputs(local)
+        if not (inputs or self._reads_hidden_from_host or self.computes_gradient_early):
             return usual * local.stream_bytes
         attention = local.query_bytes + local.context_bytes + 2 * local.key_bytes
         attention += local.query_bytes + local.key_bytes if local.model.qk_norm else 0
@@ -306,6 +335,31 @@ class LayerPeak(ExpertsPeak):
         local, model, remat = self.local, self.local.model, self.local.config.compute.remat
         plain = local.uniform_dense and local.config.precision.matmul == "compute" and local.tensor == 1
         return plain and self.overlap and self.in_loop and model.norm_position == "post" and remat.offloads and not offloads_inputs(local)
+
+    @property
+    def _inputs_from_host_over_tensor(self) -> bool:
+        """Whether inputs of blocks are in host memory, the MLP's input is gathered over tensor, and norms are before attention and MLP."""
+        local = self.local
+        plain = local.uniform_dense and local.config.precision.matmul == "compute" and local.pipeline == 1
+        gathers = local.tensor > 1 and local.config.compute.tensor_overlap == "gather" and local.model.norm_position == "pre"
+        return plain and self.overlap and gathers and offloads_inputs(local)
+
+    def _streams_over_tensor(self, *, at_start: bool) -> int:
+        """Return the size of what is live in the MLP of a layer beside hidden activations, where `_inputs_from_host_over_tensor`.
+
+        When the gradients of the MLP's input by gate and by up are summed: of the whole sequence these two and the sum, the inputs of
+        attention and MLP, and the gradient of the MLP's result; what attention's backward pass needs, with norms of queries and keys also
+        their inputs; one rotary table in float32. Sharded are the block's input, the MLP's, and the gradient of the layer's result. In the
+        layer that comes first, with one microbatch, the next attention's input is gathered, if three collectives may be in flight.
+        """
+        local, model = self.local, self.local.model
+        attention = local.query_bytes + local.key_bytes + local.value_bytes + local.context_bytes
+        attention += local.query_bytes + local.key_bytes if model.qk_norm else 0
+        rotary = local.tokens * model.head_width // 2 * 4 if model.position == "rope" else 0
+        # `backward` adds the block's input, and one stream in float32, which is the two others
+        third = local.tensor <= WIDEST_TENSOR and not self.in_loop
+        gathered = local.stream_bytes + local.cut_stream_bytes if at_start and third else 0
+        return 6 * local.stream_bytes + attention + rotary + gathered
 
     def _streams_after_norms(self) -> int:
         """Return the size of what is live in the MLP of a layer beside hidden activations, where `_offloads_after_norms`.
@@ -379,14 +433,20 @@ class LayerPeak(ExpertsPeak):
         streams += -4 * local.tokens * model.embed_dim // local.tensor if self.in_loop else local.stream_bytes
         return [("its attention", hidden, streams + heads, 0, 0, workspace)]
 
-    def _weight_gradients_after_attention(self, workspace: int) -> list[tuple[str, int, int, int, int, int]]:
+    def _weight_gradients_after_attention(self, workspace: int, *, at_start: bool) -> list[tuple[str, int, int, int, int, int]]:
         """Return the point in attention's backward pass where the weight gradients of a layer come after it (planner/constant_costs.py).
 
         workspace: of attention.
         """
-        if not (self.overlap and constant_costs.gradients_after_attention(self.local, self.program)):
+        local = self.local
+        if not (self.overlap and constant_costs.gradients_after_attention(local, self.program)):
             return []
-        return [("its attention", *constant_costs.at_end_of_attention(self.local, self.program), 0, 0, workspace)]
+        reduced = 0
+        if self.reduced and not at_start and constant_costs.gathers_before_sum(local):
+            reduced = self.turn.trained_weights * local.gradient_itemsize  # of the layer before, which `backward` adds unsharded
+        reduced -= reduced // local.fsdp
+        sizes = constant_costs.at_end_of_attention(local, self.program, at_start=at_start)
+        return [("its attention", *sizes, 0, -reduced, workspace)]
 
     def _sum_by_projections(self, workspace: int) -> list[tuple[str, int, int, int, int, int]]:
         """Return the point at the end of attention over tensor where the gradients of its input by queries, keys and values are summed.
@@ -451,7 +511,9 @@ class LayerPeak(ExpertsPeak):
         elif not narrow:
             streams += local.stream_bytes * 2 // local.compute_itemsize  # final hidden states are float32
         if model.activation == "gelu_tanh" and self.turn.in_order and not narrow:
-            of_mlp += local.hidden_bytes
+            # in a loop of microbatches the weight gradients that are pending come before the gradient of the input of down, while the next
+            # block's input comes from host memory (heaps of Gemma 3 12B and 4B, Gemma 2 9B)
+            of_mlp += 0 if self.in_loop and offloads_inputs(local) else local.hidden_bytes
         elif self.turn.in_order and not narrow and self._computes_gates_first:
             of_mlp += 2 * local.hidden_bytes
         elif model.activation == "gelu_tanh" and not self.in_loop and not narrow:  # so in the heaps of Gemma 2 and 3

@@ -28,6 +28,8 @@ OVERLAPPED_AXES = ("pipeline", "data", "fsdp", "context", "expert")
 """Mesh axes whose gathers and reductions inside layers are of parameters and overlapped with compute."""
 POOL_SHARE = 0.95
 """Fraction of a device's memory in XLA's pool in a run; the rest is for the CUDA context, NCCL and cuDNN."""
+WIDEST_TENSOR = 2
+"""Devices on tensor up to which a third collective may be in flight in a run (launch/environment.py)."""
 ETA_RING = 0.5
 """Fraction of a ring's hops over tensor that is overlapped with the ring's matmuls, since attention's matmuls take less time than the hops
 (70B, fsdp=8 x tensor=8, simulated schedule: 53 %). It is less where other communication takes part of the time: that is queued first."""

@@ -229,6 +229,7 @@ class StepMemory(InLoss, AfterLayers):
         if reducing and (self.reduces_in_turn or self.scatters_scaled):
             reducing = 2 * reducing // self.sharded.fsdp  # the sums over fsdp, and together as they are summed over the other axes
         reducing += self.turned_gradients() if reducing and not self.scatters_scaled else 0
+        reducing = 0 if self.reduces_before_mlp else reducing
         # with fsdp they are small, and the weights of the next turn are counted, of which those of a layer are gone
         reducing += self.turn.reduced_gradients(self.sharded.fsdp) if self.reduced and local.fsdp == 1 else 0
         twice = self.pipelines_twice and not local.model.tie_embeddings  # the second of these turns reduces it

@@ -487,6 +487,18 @@ LAST = "last layer of the backward pass"
 AT_END = (LAST, "reductions after the layers")
 """Points of the plan in the backward pass of the first layer, which comes last, and of the tables."""
 CLOSE = {
+    ("models/gemma2-9b", "offload", "dgx-h200"): {BACKWARD: 0.018, WHOLE: 0.025},
+    ("models/phi4-14b", "offload", "", ""): {START: 0.02, BACKWARD: 0.02, WHOLE: 0.012},
+    ("models/qwen2.5-32b", "offload", "", ""): {START: 0.025, BACKWARD: 0.04, WHOLE: 0.015},
+    ("models/qwen3-8b", "offload", "", ""): {START: 0.012, BACKWARD: 0.012, WHOLE: 0.012},
+    ("models/llama-3.1-8b", "offload", "gb200-nvl72", "tensor"): {START: 0.012, BACKWARD: 0.012, WHOLE: 0.012},
+    ("models/olmo2-7b", "offload", "dgx-a100", "tensor"): {START: 0.012, BACKWARD: 0.012, WHOLE: 0.012},
+    ("models/llama-3.1-8b", "offload", "dgx-a100"): {BACKWARD: 0.012, WHOLE: 0.012},
+    ("models/qwen2.5-14b", "offload"): {"loss": 0.012, WHOLE: 0.012},
+    ("models/mistral-nemo-12b", "offload", "dgx-b200", "tensor"): {"loss": 0.018, WHOLE: 0.012},
+    ("models/qwen3-8b", "offload", "", "tensor"): {START: 0.014, BACKWARD: 0.012, WHOLE: 0.012},
+    ("models/qwen2.5-7b", "offload", "dgx-h200", "tensor"): {BACKWARD: 0.012, LAST: 0.012, WHOLE: 0.012},
+    ("models/llama-3.1-8b", "offload", "", "tensor"): {BACKWARD: 0.012, LAST: 0.012, WHOLE: 0.012},
     ("models/llama-3.2-3b", "none", 8192): {START: 0.06},
     ("models/llama-3.1-8b", "none", 8192): {START: 0.06},
     ("models/gemma2-9b", "offload"): {WHOLE: 0.015},
