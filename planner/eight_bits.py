@@ -203,6 +203,9 @@ def mlp_in_any_layout(local: LocalSizes, again: Recomputed, *, at_start: bool) -
         others += local.query_bytes + local.context_bytes + local.key_bytes + local.value_bytes + narrow
         others += local.query_bytes + local.key_bytes if local.model.qk_norm else 0
         others += 0 if kept else one_byte(local, local.context_bytes)
+    all_again = again.mlp_update and again.attention_update and local.model.norm_position == "post"
+    if all_again and local.config.precision.matmul == "fp8_delayed":
+        return _mlp_between_norms(local, at_start=at_start)
     if at_start:
         projections = (("query", local.query_bytes), ("key", local.key_bytes), ("value", local.value_bytes))
         delayed = local.config.precision.matmul == "fp8_delayed"
@@ -210,6 +213,30 @@ def mlp_in_any_layout(local: LocalSizes, again: Recomputed, *, at_start: bool) -
         others += sum(size for name, size in projections if name not in again.weights and not from_host)
         others += 0 if again.weights else 2 * stream
     return max(in_kernels), others - 4 * local.tokens * local.model.embed_dim
+
+
+def _mlp_between_norms(local: LocalSizes, *, at_start: bool) -> tuple[int, int]:
+    """As `mlp_in_any_layout`, with scales of earlier steps, where norms only follow attention and MLP and all is computed again.
+
+    The activation of gate is written by the kernel that quantizes the input of down for the result that the norm needs; it is read again
+    beside gate, up and the gradient of the input of down. The kernel that writes the gradient of gate quantizes that of up too. Others:
+    both updates, and the gradient of the layer's result; the inputs of attention and MLP in float8, and attention's result in both dtypes;
+    queries, keys and values, with norms of queries and keys also their inputs. In the layer that comes first the input of down and the
+    gradient of the MLP's update are there too, in float8: their matmul is a weight gradient that nothing waits for. Final hidden states and
+    the gradient of their normed values are there in that layer, and where the gradient of the final norm's scale has kernels of its own
+    (many tokens) in all; there the gradient of the first layer's result is float32. (Heaps of OLMo 2 1B and 7B on GB200s.)
+    """
+    hidden, stream, model = local.hidden_bytes, local.stream_bytes, local.model
+    many = local.tokens > READ_TWICE
+    in_kernel = 5 * hidden + one_byte(local, hidden)
+    heads = local.query_bytes + local.key_bytes + local.value_bytes + local.context_bytes + one_byte(local, local.context_bytes)
+    heads += local.query_bytes + local.key_bytes if model.qk_norm else 0
+    others = 2 * stream + 2 * one_byte(local, stream) + heads + (2 * stream if at_start or many else 0)
+    if not at_start:
+        return in_kernel, others + stream - 4 * local.tokens * model.embed_dim
+    first = 4 * local.tokens * model.embed_dim if many else 0
+    down = one_byte(local, hidden) + one_byte(local, stream)
+    return in_kernel + down, others + first - 4 * local.tokens * model.embed_dim
 
 
 def in_order_in_any_layout(local: LocalSizes) -> int:

@@ -669,6 +669,8 @@ CLOSE = {
     ("models/qwen3-235b-a22b", "offload"): {BACKWARD: 0.03, WHOLE: 0.035},
     ("models/qwen3-30b-a3b", "full", 8192): {START: 0.025, WHOLE: 0.055},
     ("models/olmo2-1b", "offload", 32768): {START: 0.025, WHOLE: 0.03},
+    ("models/olmo2-1b", "full", "gb200-nvl72", ""): {START: 0.012, BACKWARD: 0.035, WHOLE: 0.025},
+    ("models/olmo2-7b", "full", "gb200-nvl72", ""): {START: 0.012, BACKWARD: 0.015, WHOLE: 0.015},
     ("models/qwen3-1.7b", "offload", "dgx-h200"): {START: 0.012, WHOLE: 0.022},
     ("models/mixtral-8x7b", "full", "gb200-nvl72", "tensor"): {START: 0.012, WHOLE: 0.012},
     ("models/mixtral-8x7b", "full", "dgx-a100", "tensor"): {START: 0.025, WHOLE: 0.015},
