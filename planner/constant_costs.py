@@ -74,7 +74,8 @@ def gradients_after_ordered_attention(local: LocalSizes, program: GpuProgram, tu
     """Return whether the pending weight gradients of a layer come after attention's backward pass in the next layer of an ordered turn.
 
     So where two turns are outside of the loop at the start and no matmul of keys is split: with the sums of a split one there are enough
-    counted kernels before attention. (Heaps of Gemma 2 on A100: 9B with 5, 7 and 21 turns, not with 4; not 2B and 27B, which split.)
+    counted kernels before attention. (Heaps of Gemma 2 on A100: 9B with 5, 7 and 21 turns, not with 4; 27B over tensor=2; not 2B over
+    tensor=2 and 27B over tensor=8, which split.)
 
     turns_at_start: turns outside of the loop.
     """
