@@ -114,6 +114,7 @@ class LayerPeak(ExpertsPeak):
             ("its end", hidden, at_end * stream, 0, waiting + more, mask),
             *([("its end", delayed, 0, 0, more, mask)] if self.turn.layers > 1 and recomputes else []),
             *self._mlp_after_others(together, (at_mlp + slices) * hidden, down, mask),
+            *(self._attention_in_order(together) if at_start else []),
             *self._experts_after_others(mask),
             *self.in_experts(matrices, streams, mask, at_start=at_start),
         )
@@ -561,6 +562,22 @@ class LayerPeak(ExpertsPeak):
             return []
         others = (self.turn.layers - 1) * delayed_experts.operands(local) + delayed_experts.attention(local)
         return [("its MLP", others + delayed_experts.current(local), 4 * local.stream_bytes, 0, 0, mask)]
+
+    def _attention_in_order(self, pending: int) -> list[tuple[str, int, int, int, int, int]]:
+        """Return the point in attention of an ordered layer over tensor where no weight gradient of it and of some pending layers is
+        computed yet (planner/constant_costs.py).
+
+        Gathered: the inputs of attention and MLP, the gradients of both updates and those of attention's input by queries, keys and values,
+        with their sum. Of attention the result and the gradients of queries, keys and values, of the MLP the gradients of gate and up and
+        the input of down. Sharded: the block's input, attention's update. (Heaps of Gemma 2 9B on A100.)
+        """
+        local = self.local
+        ordered = self.turn.in_order and constant_costs.gradients_after_ordered_attention(local, self.program, self.turn.first)
+        if not ordered:
+            return []
+        hidden = (3 if local.model.gated_mlp else 2) * local.hidden_bytes + pending * self.turn.before_weight_gradients()
+        heads = local.query_bytes + 2 * local.key_bytes + local.context_bytes
+        return [("its attention", hidden, 8 * local.stream_bytes + 2 * local.cut_stream_bytes + heads, 0, 0, 0)]
 
     def _mlp_in_order(self, of_mlp: int) -> list[tuple[int, int]]:
         """Return the sizes of hidden activations and of streams at two points in the MLP of an ordered layer over tensor.

@@ -501,6 +501,7 @@ CLOSE = {
     ("models/llama-3.1-8b", "offload", "", "tensor"): {BACKWARD: 0.012, LAST: 0.012, WHOLE: 0.012},
     ("models/llama-3.2-3b", "none", 8192): {START: 0.06},
     ("models/llama-3.1-8b", "none", 8192): {START: 0.06},
+    ("models/gemma2-9b", "full", "dgx-a100", "tensor"): {START: 0.012, WHOLE: 0.02},
     ("models/gemma2-9b", "offload"): {WHOLE: 0.015},
     ("models/gemma2-9b", "offload", 4096): {"loss": 0.012, BACKWARD: 0.012},
     ("models/gemma2-9b", "offload", 32768): {"loss": 0.03, BACKWARD: 0.012},
