@@ -113,7 +113,8 @@ def saved_arrays(local: LocalSizes, backend: str) -> list[tuple[int, int]]:
         wide = 4 // local.compute_itemsize if config.precision.matmul == "nvfp4" else 1
         if local.latent_bytes:
             return [(2 + normed_after, cut), (1, local.latent_bytes // local.tensor), (1, q), (1, local.up_bytes), (gates, hidden)]
-        return [(1 + normed_after + scattered, cut), (1, wide * cut), (1, wide * q), (2, wide * k), (gates, wide * hidden)]
+        results = 1 + normed_after  # of attention; and of the MLP, which a norm of it needs
+        return [(1 + results * scattered, cut), (results, wide * cut), (1, wide * q), (2, wide * k), (gates, wide * hidden)]
     names = set(config.compute.remat.names) if policy == "names" else set()
     names -= set() if local.model.gated_mlp else {"mlp_gate"}
     names -= set() if backend in TAGS_STATISTICS else {"attention_lse"}
