@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ridgeline.planner import delayed_experts
+from ridgeline.planner import delayed_experts, experts_over_tensor
 from ridgeline.planner.activations import offloads_inputs
 from ridgeline.planner.live_buffers import LiveBuffers
+from ridgeline.planner.recompute import waiting
 
 Point = tuple[str, int, int, int, int, int]
 """Where it is, and there: hidden activations, streams, gathered weights, gradients before their reduction, and attention's workspace."""
@@ -18,6 +19,32 @@ Point = tuple[str, int, int, int, int, int]
 @dataclass(frozen=True)
 class ExpertsPeak(LiveBuffers):
     """What is live in the experts of a layer of a step of these sizes."""
+
+    @property
+    def experts_late(self) -> bool:
+        """Whether weight gradients of experts come when the gradients of their rows are summed, in the loop over layers too.
+
+        So it is where kernels are counted with constants (planner/experts_over_tensor.py), or the experts wait for their gradient.
+        """
+        waits = self.experts_wait and experts_over_tensor.applies(self.local) and not self.local.config.precision.eight_bit
+        return waits or (self.overlap and experts_over_tensor.late(self.local, self.program))
+
+    @property
+    def experts_wait(self) -> bool:
+        """Whether experts over tensor, one layer in a turn, are recomputed only when their gradient is there, after an exchange that lasts.
+
+        That is one over tensor and expert, or any where exchanges are counted with constants. Not looked at with latent attention.
+        """
+        local = self.local
+        alike = local.model.moe is not None and self.turn.layers == 1 and not local.latent_bytes and local.tensor > 1
+        lasts = local.expert > 1 or not self.program.measured_matmuls
+        return self.overlap and alike and lasts and waiting(local.config, local.tensor, local.expert) == "mlp"
+
+    @property
+    def delays_over_tensor(self) -> int:
+        """Layers with experts over tensor whose weight gradients are computed together at the start of the backward pass."""
+        gathers = self.overlap and experts_over_tensor.applies(self.local)
+        return experts_over_tensor.together(self.local, self.program) if gathers else 1
 
     def in_experts(self, matrices: int, streams: int, mask: int, *, at_start: bool) -> list[Point]:
         """Return the points in the experts of a layer; none without trained experts.

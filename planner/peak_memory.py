@@ -23,8 +23,9 @@ from ridgeline.planner.activations import (
 )
 from ridgeline.planner.after_layers import AfterLayers
 from ridgeline.planner.in_loss import InLoss
-from ridgeline.planner.layer_peak import FROM_BLOCK_INPUTS, SLOTS_IN_FLIGHT, STREAMS_IN_FLIGHT
+from ridgeline.planner.layer_peak import SLOTS_IN_FLIGHT, STREAMS_IN_FLIGHT
 from ridgeline.planner.live_buffers import DELAYED
+from ridgeline.planner.mlp_peak import FROM_BLOCK_INPUTS
 from ridgeline.planner.recompute import recomputed
 
 COMBINED_BYTES = 30 * 2**20
@@ -159,11 +160,9 @@ class StepMemory(InLoss, AfterLayers):
         """
         local, remat = self.local, self.local.config.compute.remat
         several = self.turn.layers > 1 or self.turn.in_order
-        plain = not several and not local.latent_bytes and not local.adapted and local.model.moe is None
-        gathers = local.expert * local.context > 1
-        if gathers or not (self.recomputes_early and plain) or not (remat.policy == "full" or offloads_inputs(local)):
-            return 0
-        if constant_costs.recomputes_late(local, self.program):
+        plain = not several and not local.latent_bytes and not local.adapted and local.model.moe is None and local.context == 1
+        again = remat.policy == "full" or offloads_inputs(local)
+        if not (self.recomputes_early and plain and again) or constant_costs.recomputes_late(local, self.program):
             return 0
         query, key, stream = local.query_bytes, local.key_bytes, local.stream_bytes
         if not self.in_loop:
