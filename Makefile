@@ -73,7 +73,7 @@ install: $(VENV)/.installed  ## make .venv and install the package
 quickstart: $(VENV)/.installed  ## corpus, tokenizer, training, evaluation and a sample, in a few minutes
 	@BIN=$(BIN) CORPUS=$(CORPUS) sh scripts/quickstart.sh $(ARGS)
 
-test: $(VENV)/.installed-dev  ## the test suite (FULL=1: every case of the long tables, of which it draws some)
+test: $(VENV)/.installed-dev  ## the test suite (FULL=1: all of the long tables and files, of which it draws a part for each commit)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder --ignore tests/slurm --ignore tests/stores $(addprefix --ignore=,$(INJECTIONS) $(WITHOUT)) tests
 
 # A cache of its own: CI runs it beside the Slurm tests, whose last failures must not be overwritten.
@@ -86,10 +86,10 @@ test-computing-again: $(VENV)/.installed-dev
 computing:
 	@echo $(COMPUTING)
 
-test-injections: $(VENV)/.installed-dev  ## rules of the diagnosis on real runs with their faults planted, alone on the machine (FULL=1: all rules, not a third)
+test-injections: $(VENV)/.installed-dev  ## rules of the diagnosis on real runs with their faults planted, alone on the machine (FULL=1: all rules, not six)
 	$(BIN)/python -m pytest --durations 5 $(INJECTIONS)
 
-test-slurm: $(VENV)/.installed-dev  ## the tests that run on real Slurms: clusters of four nodes on this machine
+test-slurm: $(VENV)/.installed-dev  ## the tests that run on real Slurms: clusters of four nodes on this machine (FULL=1: all, not 25)
 	@sh scripts/install_slurm.sh
 	$(BIN)/python -m pytest -n $(CLUSTERS) --dist worksteal --durations 10 tests/slurm
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.sampling import LONGEST, of_commit
 from tests.xla_flags import EIGHT_DEVICES
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -31,45 +32,17 @@ gc.set_threshold(50_000, 20, 50)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-LONGEST = (
-    "docs/test_commands",
-    "sharding/test_equality",
-    "trainer/test_hang_runs",
-    "trainer/test_run",
-    "launch/test_doctor",
-    "launch/test_launch",
-    "planner/test_collectives_gpu",
-    "trainer/test_aot",
-    "planner/test_memory_live",
-    "launch/test_link",
-    "sharding/test_collective_budget",
-    "trainer/test_nan_search",
-    "cli/test_compile",
-    "launch/test_overlap_compiled",
-    "cli/test_plan",
-    "cli/test_scale",
-    "trainer/test_fp8_training",
-    "trainer/test_gpu_bench",
-    "trainer/test_lora",
-    "trainer/test_step",
-    "trainer/test_preference",
-    "trainer/test_rollback",
-    "trainer/test_policy",
-    "cli/test_recipes",
-    "cli/test_init",
-    "trainer/test_continued",
-    "cli/test_bench",
-    "models/test_attention",
-    "parity/test_families",
-)
-"""Files that take longest: begun first, so that no worker waits at the end for one that was begun last."""
-
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
-def pytest_collection_modifyitems(items):
-    """Keep each file in one worker, which prepares and compiles its things once, and begin with the longest."""
+def pytest_collection_modifyitems(config, items):
+    """Of the longest files keep the tests that are drawn for the commit; keep each file in one worker, which prepares and compiles its
+    things once, and begin with the longest. A file that the command line names runs as a whole."""
     root = Path(__file__).parent
     order = {root / f"{name}.py": position for position, name in enumerate(LONGEST)}
+    named = {(config.invocation_params.dir / argument.partition("::")[0]).resolve() for argument in config.args}
+    kept = of_commit([None if item.path in named else order.get(item.path) for item in items])
+    config.hook.pytest_deselected(items=[item for item, keep in zip(items, kept, strict=True) if not keep])
+    items[:] = [item for item, keep in zip(items, kept, strict=True) if keep]
     items.sort(key=lambda item: order.get(item.path, len(order)))
     for item in items:
         if item.get_closest_marker("xdist_group") is None:

@@ -1,7 +1,9 @@
-"""Samples of long tables of cases: the suite runs a few of each table, drawn anew for every commit; `make test FULL=1` runs all."""
+"""Samples of long tables of cases and of the longest files: the suite runs a few cases of each table and a part of the tests of each such
+file, drawn anew for every commit; `make test FULL=1` runs all."""
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import subprocess
@@ -10,6 +12,44 @@ from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
+LONGEST = (
+    "docs/test_commands",
+    "sharding/test_equality",
+    "trainer/test_hang_runs",
+    "trainer/test_run",
+    "launch/test_doctor",
+    "launch/test_launch",
+    "planner/test_collectives_gpu",
+    "trainer/test_aot",
+    "planner/test_memory_live",
+    "launch/test_link",
+    "sharding/test_collective_budget",
+    "trainer/test_nan_search",
+    "cli/test_compile",
+    "launch/test_overlap_compiled",
+    "cli/test_plan",
+    "cli/test_scale",
+    "trainer/test_fp8_training",
+    "trainer/test_gpu_bench",
+    "trainer/test_lora",
+    "trainer/test_step",
+    "trainer/test_preference",
+    "trainer/test_rollback",
+    "trainer/test_policy",
+    "cli/test_recipes",
+    "cli/test_init",
+    "trainer/test_continued",
+    "cli/test_bench",
+    "models/test_attention",
+    "parity/test_families",
+    "cli/test_damaged_links",
+    "cli/test_simulate",
+    "planner/test_search",
+    "planner/test_economics",
+)
+"""Files that take longest: begun first, so that no worker waits at the end for one that was begun last, and of which PART runs."""
+PAGES, PART = "docs/test_commands", 1 / 3
+"""The file whose tests belong together by page, of which it draws some itself; the share of the tests of each other file that runs."""
 T = TypeVar("T")
 FULL = os.environ.get("FULL", "") not in ("", "0")
 
@@ -32,3 +72,12 @@ def drawn(cases: Sequence[T], count: int) -> list[T]:
         return list(cases)
     kept = set(random.Random(f"{seed()} {len(cases)}").sample(range(len(cases)), count))
     return [case for number, case in enumerate(cases) if number in kept]
+
+
+def of_commit(files: Sequence[int | None]) -> list[bool]:
+    """Return for each test whether it runs, given the number of its file in LONGEST; None: of another file."""
+    chosen: set[int] = set()
+    for file in {file for file in files if file is not None}:
+        own = [test for test, of_test in enumerate(files) if of_test == file]
+        chosen.update(own if LONGEST[file] == PAGES else drawn(own, math.ceil(PART * len(own))))
+    return [file is None or test in chosen for test, file in enumerate(files)]

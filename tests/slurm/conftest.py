@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.sampling import drawn
 from tests.slurm import jobs
 from tests.slurm.cluster import PATIENT_S, USUAL_S, SlurmCluster, running
 from tests.slurm.shared import Shared, worker, workers
@@ -24,10 +25,17 @@ LONGEST = (
     "test_a_preempted_run_saves_requeues_and_ends_bitwise_equal",
 )
 """Started first, so that the workers finish at about the same time."""
+MOST = 24
+"""Tests that run per commit, and the soak (FULL=1: all)."""
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     own = [item for item in items if HERE in item.path.parents]
+    if len(own) > MOST:
+        kept = {*drawn(own, MOST), *(item for item in own if item.originalname == LONGEST[0])}
+        config.hook.pytest_deselected(items=[item for item in own if item not in kept])
+        own = [item for item in own if item in kept]
+        items[:] = [item for item in items if HERE not in item.path.parents or item in kept]
     for item in own:
         item.add_marker(pytest.mark.slurm)
         item.add_marker(pytest.mark.timeout(1500))  # whole jobs, requeued several times, on two cores
