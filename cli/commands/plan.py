@@ -92,13 +92,13 @@ def plan(
     Begins with three sentences: whether it fits and how, what it costs, and the change that saves most. Tables follow: the best layouts
     with memory, step time and cost; the bottleneck; why common alternatives are slower; and the best layout for each node count with its
     parallel efficiency. The global batch size stays as configured. Needs neither a GPU nor JAX. Where the best layout needs more than 90 %
-    of the memory and the packages of `ridge compile` are installed, it is compiled (10 s to a few minutes).
+    of the memory (70 % with trained experts) and the packages of `ridge compile` are installed, it is compiled (10 s to a few minutes).
     """
     from ridgeline.configs.cluster import load_cluster
     from ridgeline.configs.load import load
     from ridgeline.planner.calibration import load_calibration
     from ridgeline.planner.formulas import formulas
-    from ridgeline.planner.plan import COMPILED_ABOVE, best_first, make_plan, plan_json
+    from ridgeline.planner.plan import best_first, make_plan, plan_json
     from ridgeline.planner.search import Limits
 
     resolved = load(config, overrides).config
@@ -119,7 +119,7 @@ def plan(
                 limits=Limits(budget_usd, deadline_days, device_hours),
                 top=top,
                 compiler=None if compiles is False else layout_compiler(resolved, site, required=compiles is True),
-                compiled_above=0.0 if compiles else COMPILED_ABOVE,
+                compiled_above=0.0 if compiles else None,
                 spot=machines,
             )
         except UserError as error:

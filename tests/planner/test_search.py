@@ -20,7 +20,7 @@ from ridgeline.planner.hardware import hardware
 from ridgeline.planner.layouts import Layout, accumulations, meshes, remat_choices
 from ridgeline.planner.memory import memory_per_device
 from ridgeline.planner.overlap import ETA
-from ridgeline.planner.plan import make_plan, plan_json
+from ridgeline.planner.plan import MOST_COMPILED, compile_above, make_plan, plan_json
 from ridgeline.planner.search import Limits, capacity_bytes, evaluate, fits, ranked, search, search_scale, within
 from ridgeline.planner.step_time import Machine, step_time
 from tests.planner.clusters import CALIBRATION, cluster, config, links
@@ -299,6 +299,20 @@ def test_only_a_best_layout_near_capacity_is_compiled_and_a_failed_compile_leave
     above = make_plan(model, made, CALIBRATION, [1], tokens=TOKENS, compiler=broken, compiled_above=0.0)
     assert above.best[0].layout == below.best[0].layout and above.compiled[0].fits is None
     assert "not compiled: the compiler failed" in above.compiled[0].sentence
+
+
+@pytest.mark.parametrize(("model", "settings"), [("llama-3.1-8b", ()), ("qwen3-30b-a3b", ()), ("qwen3-30b-a3b", ("lora.rank=8",))])
+def test_trained_experts_are_compiled_at_a_smaller_share_of_the_memory(model, settings):
+    """Their planned memory is less exact. Layouts are refused until one between the shares is the best one."""
+    made, batch = load_cluster("dgx-h100").config, ("data.batch_size=512", "data.seq_len=4096", "data.document_masking=false")
+    run, asked = load(f"models/{model}", (*batch, *settings)).config, []
+    plan = make_plan(run, made, CALIBRATION, [4, 8], tokens=TOKENS, compiler=lambda candidate: asked.append(candidate) or 10**12)
+    shares = [candidate.memory.total_bytes / plan.capacity_bytes for candidate in asked]
+    least = 0.7 if model == "qwen3-30b-a3b" and not settings else 0.9
+    assert all(share > least for share in shares) and compile_above(run) == least
+    assert len(asked) == MOST_COMPILED or plan.best[0].memory.total_bytes <= least * plan.capacity_bytes
+    if least < 0.9:  # one that a dense model would not have compiled
+        assert min(shares) <= 0.9
 
 
 # Stages.
