@@ -106,7 +106,7 @@ class InLoss(LayerPeak):
 
     @property
     def last_not_stacked(self) -> int:
-        """Bytes of what the last of alike layers kept, where that is all of its block: beside a loop over chunks it is not in the stacks yet.
+        """Bytes of what the last of alike layers kept, where that is all of its block: it is not in the stacks beside a loop over chunks.
 
         XLA takes the last layer out of the loop where that gathers weights of the next one. The writes into the stacks lead to no
         collective, and hide those of the backward pass (heaps of Llama 3, Qwen2.5 and Qwen3 over fsdp, with and without tensor).
