@@ -22,8 +22,14 @@ class AfterLayers(LiveBuffers):
         is there; the first layer's weight gradients are computed meanwhile. The loop hands on the gradients of the layer after it, and one
         reduction takes those of both layers. First those of its MLP down are transposed, then the results of the reduction are there.
         Of ordered turns too the gradients of two layers wait, and the loop hands on the reduced ones of a turn.
+
+        With one microbatch and mesh.zero_stage=2 the update reads no transposed parameters: those of the layers are gone, and there is a
+        stack of the MLP and a table in the layout of the gather over data (heap of Llama 3.1 8B, data=4 x fsdp=2).
         """
         local = self.local
+        copies = self.layout_copies()
+        if self.gathers_over_data and not self.in_loop:
+            copies = 4 * (local.mlp_matrices + local.table) // local.of_state.fsdp
         layers = 2 * self.turn.trained_weights * local.gradient_itemsize
         tables, unembedding = local.table * (4 + local.gradient_itemsize), 4 * local.table
         before = tables - (unembedding if local.config.compute.reduces_unembedding_first else 0)
@@ -32,7 +38,7 @@ class AfterLayers(LiveBuffers):
         return {
             "gradients": Component(self.layer_gradients * self.stack_itemsize, "of the layers, sharded as the parameters"),
             "accumulated_gradients": self.accumulated(),
-            "parameter_copies": Component(self.layout_copies(), "transposed parameters of MLP down and attention out"),
+            "parameter_copies": Component(copies, "transposed parameters of MLP down and attention out"),
             "loss": Component(before + tables // local.fsdp, "gradients of embedding and unembedding before and after their reduction"),
             "collective_buffers": Component(of_layers, "unsharded gradients of the first two layers before their reduction"),
         }
@@ -93,6 +99,9 @@ class AfterLayers(LiveBuffers):
           embedding is gathered into the place of the old MLP down, which has been updated, where several gathers are in flight.
         * With parameters of 16 bits one kernel updates both gates. One of them is gathered into the place of the other's old values then,
           and with Adafactor MLP down too (heaps of Llama 3.1 8B with Lion and Mistral Nemo 12B with Adafactor, data=8).
+        * Where the updates do not hide the gathers (`updates_before_gathers`), all are over when most gathers start, into the places of old
+          parameters where one of the size is free. Buffers of their own have a table, queries and keys, and two stacks of the MLP; its
+          stacks wait (heaps of Llama 2 13B, 3.1 8B and Qwen2.5 7B over data and fsdp).
         """
         local, state, kind = self.local, self.local.of_state, self.local.config.optimizer.kind
         size, table = local.parameter_itemsize, 4 * local.table // state.fsdp
@@ -105,7 +114,12 @@ class AfterLayers(LiveBuffers):
         shards, copies = state.trained * itemsize, 2 * table
         if size < 4 and local.model.gated_mlp and not several:
             gathered -= (2 if kind == "adafactor" else 1) * local.mlp_matrices // local.fsdp * size
-        if kind == "adafactor":
+        if several and self.updates_before_gathers:
+            heads = local.model.num_layers * local.out_matrix * (local.model.num_heads + local.model.kv_heads) // local.model.num_heads
+            heads //= local.fsdp
+            gathered = (local.table // local.fsdp + heads + 2 * local.mlp_matrices // local.fsdp) * size
+            shards, moments, copies = of_mlp * size, 0, 0
+        elif kind == "adafactor":
             gathered -= in_place * size if several else 0
             shards, moments = of_mlp * size if several else 0, 0
         elif not several:
@@ -127,6 +141,18 @@ class AfterLayers(LiveBuffers):
                 + ("; new moments of MLP gate and up, which one kernel computes" if moments else ""),
             ),
         }
+
+    @property
+    def updates_before_gathers(self) -> bool:
+        """Whether the updates of dense layers' float32 parameters end before most of their gathers over data start.
+
+        On Hopper the update of a stack hides gathers of others, so that old parameters are needed until the last gather starts; with
+        faster memory it is too short for it, and by constants it counts nothing (heaps for A100, B200 and GB200).
+        """
+        local, program = self.local, self.program
+        hopper = program.measured_matmuls and program.transposes_float8
+        plain = local.uniform_dense and local.config.optimizer.kind in ("adamw", "lion") and local.parameter_itemsize == 4
+        return plain and not hopper and local.fsdp > 1
 
     def orthogonalization(self) -> dict[str, Component]:
         """Return what is live in Muon's update (trainer/muon.py).

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ridgeline.planner import block_scaled, constant_costs
-from ridgeline.planner.activations import Component, mask_bytes, offloads_inputs, relaid_bytes, saved_arrays
+from ridgeline.planner.activations import NODE_DEVICES, Component, mask_bytes, offloads_inputs, relaid_bytes, saved_arrays
 from ridgeline.planner.layer_peak import LayerPeak
 from ridgeline.planner.recompute import recomputed
 
@@ -24,7 +24,9 @@ class InLoss(LayerPeak):
         if self.one_chunk:  # the float32 logits are gone when the table's gradient is computed
             later = tokens * vocab * local.compute_itemsize + (0 if self.delayed_logits else gradient)
             logits, gradient = max(logits, later), 0
-        elif self.waits_for_host_over_tensor:  # one chunk reads the sum that the one before wrote, when its float32 logits are gone
+        elif (
+            self.waits_for_host_over_tensor or self.keeps_over_tensor
+        ):  # one chunk reads the sum that the one before wrote, when its float32 logits are gone
             logits, gradient = max(logits + gradient, tokens * vocab * local.compute_itemsize + 2 * gradient), 0
         zeroed = (2 if local.model.gated_mlp else 1) * local.mlp_matrices // (local.fsdp // local.expert)
         zeroed = local.trained if local.adapted else zeroed
@@ -43,6 +45,8 @@ class InLoss(LayerPeak):
             late = policy == "full" or (policy == "names" and self.turn.left_over > 0)
             if policy == "offload" or (policy == "full" and local.fsdp == 1) or (ordered and late) or trains_experts:
                 zeroed = 0  # they are zeroed after the loss
+            if self.keeps_over_tensor and not (self.copies_kept_in_loss or self._sums_loss_at_once):
+                zeroed = 0
         # XLA recomputes the attention of the last layer early: a norm, queries and keys with and without rotation, values and the result
         recomputes_early = self.overlap and policy == "full" and not self.turn.in_order
         early = local.stream_bytes + 3 * local.query_bytes + 3 * local.key_bytes if recomputes_early else 0
@@ -51,13 +55,15 @@ class InLoss(LayerPeak):
         elif recomputes_early and self.in_loop and self.combined and recomputed(local.model, local.config.compute.remat).mlp_update:
             # One microbatch: gate and up run after the loss, beside the sum of the loss over devices, which all gradients need.
             early += (2 if local.model.gated_mlp else 1) * local.hidden_bytes
-        early += self.turn.not_stacked(self.saved.bytes) + self.turn.rotary_tables() + self.ring_zeros()
+        early += self.turn.not_stacked(self.saved.bytes) + self.turn.rotary_tables() + self.ring_zeros() + self.last_not_stacked
         if self.overlap and policy == "dots" and constant_costs.stacks_input_late(local, self.program):
             # nor is what the last layer keeps beside residual streams in the stacks yet
             early += sum(count * size for count, size in saved_arrays(local, self.backend)[1:])
         if self.waits_for_host_over_tensor and local.fsdp > 1:
             # its input, that as it is normed or attention's update, queries, keys and attention's result
             early += 2 * local.cut_stream_bytes + local.query_bytes + local.key_bytes + local.context_bytes
+        if self.copies_kept_in_loss:
+            early += 2 * local.model.num_layers * local.cut_stream_bytes
         if self.copies_in_loss:
             early += relaid_bytes(local, self.backend, self.overlap, self.combined, self.program) + local.hidden_bytes
         if self.turn.layers > 1 or self.turn.in_order:
@@ -66,7 +72,7 @@ class InLoss(LayerPeak):
         layers = 2 * self.turn.layers if local.adapted else self.turn.in_loss * self.turn.layers + 1
         if policy == "offload" and self.turn.layers > 1 and not self.in_loop:
             layers = int(one_chunk)  # the recomputation waits for the copies from host memory
-        gathered = layers * self.gathered_layer() if self.overlap else 0
+        gathered = layers * self.gathered_layer() if self.overlap and not self.keeps_over_tensor else 0
         return {
             "activations": self.saved,
             "parameter_copies": Component(
@@ -84,7 +90,10 @@ class InLoss(LayerPeak):
                 "mask of packed documents",
             ),
             "working_activations": Component(
-                3 * local.heads * local.stream_bytes + local.cut_stream_bytes + early + block_scaled.constants(local),
+                (2 if self.keeps_over_tensor else 3) * local.heads * local.stream_bytes
+                + local.cut_stream_bytes
+                + early
+                + block_scaled.constants(local),
                 "final hidden states, their gradient and the last block's output"
                 + ("; attention of the last layer, recomputed" if early else ""),
             ),
@@ -94,6 +103,48 @@ class InLoss(LayerPeak):
                 + ("" if local.adapted else " and its unsharded float32 gradient"),
             ),
         }
+
+    @property
+    def last_not_stacked(self) -> int:
+        """Bytes of what the last of alike layers kept, where that is all of its block: it is not in the stacks beside a loop over chunks.
+
+        XLA takes the last layer out of the loop where that gathers weights of the next one. The writes into the stacks lead to no
+        collective, and hide those of the backward pass (heaps of Llama 3, Qwen2.5 and Qwen3 over fsdp, with and without tensor).
+        """
+        return self.saved.bytes // self.local.model.num_layers if self._keeps_blocks and not self.one_chunk else 0
+
+    @property
+    def _keeps_blocks(self) -> bool:
+        """Whether alike layers, sharded over fsdp, keep all of their blocks."""
+        local = self.local
+        kept = local.config.compute.remat.policy in ("none", "attention-only") and not local.config.precision.eight_bit
+        alike = local.uniform_dense and local.pipeline * local.context == 1 and local.fsdp > 1
+        return self.overlap and self.combined and kept and alike
+
+    @property
+    def keeps_over_tensor(self) -> bool:
+        """Whether alike layers keep all of their blocks, with inputs that are gathered over tensor.
+
+        As in `waits_for_host_over_tensor` the unembedding's gradient goes from one buffer to another. No weights are gathered for the
+        backward pass yet, and the stacks of gradients are zeroed after the loss, while it is summed over devices.
+        """
+        return self._keeps_blocks and self.local.tensor > 1 and self.local.config.compute.tensor_overlap == "gather"
+
+    @property
+    def _sums_loss_at_once(self) -> bool:
+        """Whether the sum of the loss over the devices of a node, over tensor two, is over before stacks of gradients are zeroed."""
+        local = self.local
+        return local.tensor == 2 and local.data * local.fsdp * local.tensor <= NODE_DEVICES
+
+    @property
+    def copies_kept_in_loss(self) -> bool:
+        """Whether the stacks are copied to other layouts, and those of gradients zeroed, before the loss.
+
+        By measured times few kernels hide the collectives of the last layer's backward pass over two devices where memory is slow; the
+        others come before the loss. The copies of the gathered stacks take the place of these; the two of the inputs of blocks and MLPs
+        are there beside what is copied (heaps of Llama 3.1 8B, 3.2 1B and Qwen3 1.7B on the H100 with 64 GB; not on others, nor over four).
+        """
+        return self.keeps_over_tensor and self.program.slow_memory and self.local.tensor == 2 and self.local.rows > 1
 
     @property
     def waits_for_host_over_tensor(self) -> bool:
