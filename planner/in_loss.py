@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ridgeline.planner import block_scaled, constant_costs
 from ridgeline.planner.activations import Component, mask_bytes, offloads_inputs, relaid_bytes, saved_arrays
 from ridgeline.planner.layer_peak import LayerPeak
+from ridgeline.planner.live_buffers import DELAYED
 from ridgeline.planner.recompute import recomputed
 
 
@@ -43,6 +44,8 @@ class InLoss(LayerPeak):
             late = policy == "full" or (policy == "names" and self.turn.left_over > 0)
             if policy == "offload" or (policy == "full" and local.fsdp == 1) or (ordered and late) or trains_experts:
                 zeroed = 0  # they are zeroed after the loss
+            if self.scales_weights_early:
+                zeroed = 0
         # XLA recomputes the attention of the last layer early: a norm, queries and keys with and without rotation, values and the result
         recomputes_early = self.overlap and policy == "full" and not self.turn.in_order
         early = local.stream_bytes + 3 * local.query_bytes + 3 * local.key_bytes if recomputes_early else 0
@@ -67,6 +70,9 @@ class InLoss(LayerPeak):
         if policy == "offload" and self.turn.layers > 1 and not self.in_loop:
             layers = int(one_chunk)  # the recomputation waits for the copies from host memory
         gathered = layers * self.gathered_layer() if self.overlap else 0
+        if self.scales_weights_early:
+            layers = DELAYED * local.model.layer_period
+            gathered = layers * block_scaled.scaled(local, self.gathered_layer())
         return {
             "activations": self.saved,
             "parameter_copies": Component(
@@ -94,6 +100,17 @@ class InLoss(LayerPeak):
                 + ("" if local.adapted else " and its unsharded float32 gradient"),
             ),
         }
+
+    @property
+    def scales_weights_early(self) -> bool:
+        """Whether the block-scaled weights of the turns that come first in the backward pass are there in the loss.
+
+        Of ordered turns two are outside of the loop then (`pipelines_twice`). Where no layer is recomputed, nothing that these weights are
+        gathered and quantized from depends on the loss. The stacks of gradients begin after them (heap of Gemma 2 9B, nvfp4, on GB200).
+        """
+        local = self.local
+        ordered = self.turn.in_order and not self.turn.recomputes and local.config.precision.block_scaled is not None
+        return ordered and not self.in_loop and local.fsdp > 1 and self.data == 1
 
     @property
     def waits_for_host_over_tensor(self) -> bool:
