@@ -38,6 +38,12 @@ def scales(local: LocalSizes, size: int) -> int:
     return 4 * size // local.compute_itemsize // BLOCK
 
 
+def scaled(local: LocalSizes, size: int) -> int:
+    """Return the size in 8 bits, with a scale of a byte for each block, of an array that has this size in the compute dtype."""
+    elements = size // local.compute_itemsize
+    return elements + elements // BLOCK
+
+
 def constants(local: LocalSizes) -> int:
     """Return the size of the constants for the scales of hidden activations and of residual streams.
 

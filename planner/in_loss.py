@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ridgeline.planner import block_scaled, constant_costs
 from ridgeline.planner.activations import NODE_DEVICES, Component, mask_bytes, offloads_inputs, relaid_bytes, saved_arrays
 from ridgeline.planner.layer_peak import LayerPeak
+from ridgeline.planner.live_buffers import DELAYED
 from ridgeline.planner.recompute import recomputed
 
 
@@ -45,7 +46,8 @@ class InLoss(LayerPeak):
             late = policy == "full" or (policy == "names" and self.turn.left_over > 0)
             if policy == "offload" or (policy == "full" and local.fsdp == 1) or (ordered and late) or trains_experts:
                 zeroed = 0  # they are zeroed after the loss
-            if self.keeps_over_tensor and not (self.copies_kept_in_loss or self._sums_loss_at_once):
+            after_sum = self.keeps_over_tensor and not (self.copies_kept_in_loss or self._sums_loss_at_once)
+            if after_sum or self.scales_weights_early:
                 zeroed = 0
         # XLA recomputes the attention of the last layer early: a norm, queries and keys with and without rotation, values and the result
         recomputes_early = self.overlap and policy == "full" and not self.turn.in_order
@@ -73,6 +75,9 @@ class InLoss(LayerPeak):
         if policy == "offload" and self.turn.layers > 1 and not self.in_loop:
             layers = int(one_chunk)  # the recomputation waits for the copies from host memory
         gathered = layers * self.gathered_layer() if self.overlap and not self.keeps_over_tensor else 0
+        if self.scales_weights_early:
+            layers = DELAYED * local.model.layer_period
+            gathered = layers * block_scaled.scaled(local, self.gathered_layer())
         return {
             "activations": self.saved,
             "parameter_copies": Component(
@@ -145,6 +150,16 @@ class InLoss(LayerPeak):
         are there beside what is copied (heaps of Llama 3.1 8B, 3.2 1B and Qwen3 1.7B on the H100 with 64 GB; not on others, nor over four).
         """
         return self.keeps_over_tensor and self.program.slow_memory and self.local.tensor == 2 and self.local.rows > 1
+
+    def scales_weights_early(self) -> bool:
+        """Whether the block-scaled weights of the turns that come first in the backward pass are there in the loss.
+
+        Of ordered turns two are outside of the loop then (`pipelines_twice`). Where no layer is recomputed, nothing that these weights are
+        gathered and quantized from depends on the loss. The stacks of gradients begin after them (heap of Gemma 2 9B, nvfp4, on GB200).
+        """
+        local = self.local
+        ordered = self.turn.in_order and not self.turn.recomputes and local.config.precision.block_scaled is not None
+        return ordered and not self.in_loop and local.fsdp > 1 and self.data == 1
 
     @property
     def waits_for_host_over_tensor(self) -> bool:

@@ -98,7 +98,7 @@ class LayerPeak(MlpPeak):
             *([] if at_start else self._sum_by_projections(attention)),
             ("its end", hidden, at_end * stream, 0, waiting + more, mask),
             *([("its end", delayed, 0, 0, more, mask)] if self.turn.layers > 1 and recomputes else []),
-            *self._mlp_after_others(together, (at_mlp + slices) * hidden, down, mask),
+            *self._mlp_after_others(together, (at_mlp + slices) * hidden, down, mask, at_start=at_start),
             *(self._attention_in_order(together) if at_start else []),
             *self._experts_after_others(mask),
             *self.in_experts(matrices, streams, mask, at_start=at_start),

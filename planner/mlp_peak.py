@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ridgeline.planner import delayed_experts, eight_bits, experts_over_tensor
+from ridgeline.planner import delayed_experts, eight_bits, experts_over_tensor, ordered_scales
 from ridgeline.planner.activations import NODE_DEVICES, offloads_inputs
 from ridgeline.planner.experts_peak import ExpertsPeak
 from ridgeline.planner.overlap import WIDEST_TENSOR
@@ -247,7 +247,9 @@ class MlpPeak(ExpertsPeak):
             return [at_mlp * local.hidden_bytes]
         return [at_mlp * local.hidden_bytes - local.row_bytes, min(3, at_mlp) * local.hidden_bytes + local.row_bytes]
 
-    def _mlp_after_others(self, layers: int, of_mlp: int, down: int, mask: int) -> list[tuple[str, int, int, int, int, int]]:
+    def _mlp_after_others(
+        self, layers: int, of_mlp: int, down: int, mask: int, *, at_start: bool
+    ) -> list[tuple[str, int, int, int, int, int]]:
         """Return the point in the MLP of the last of some layers, when the weight gradients of the others are still to be computed.
 
         of_mlp, down, mask: the sizes of hidden activations, gradients and mask of a layer alone. Streams: inputs of attention and MLP,
@@ -264,7 +266,10 @@ class MlpPeak(ExpertsPeak):
             # the gradient of gate or up, which is quantized next, and the input of down, one byte each
             of_mlp += local.hidden_bytes + local.hidden_bytes // local.compute_itemsize
         if self.turn.in_order and local.tensor > 1:
-            return [("its MLP", others + hidden, streams, matrices, down, mask) for hidden, streams in self._mlp_in_order(of_mlp)]
+            sizes = self._mlp_in_order(of_mlp)
+            if self.overlap and ordered_scales.applies(local, self.program):
+                sizes, others = self._mlp_with_earlier_scales(layers, of_mlp, others, at_start=at_start)
+            return [("its MLP", others + hidden, streams, matrices, down, mask) for hidden, streams in sizes]
         if self.turn.reads_any_layout:
             of_mlp += eight_bits.separate_activation(local, recomputed(model, local.config.compute.remat), self.program)
             return [("its MLP", others + of_mlp, eight_bits.in_order_in_any_layout(local), matrices, down, mask)]
@@ -284,6 +289,20 @@ class MlpPeak(ExpertsPeak):
         elif model.activation == "gelu_tanh" and not self.in_loop and not narrow:  # so in the heaps of Gemma 2 and 3
             of_mlp += 4 * local.hidden_bytes // local.compute_itemsize  # tanh, float32
         return [("its MLP", others + of_mlp, streams, matrices, down, mask)]
+
+    def _mlp_with_earlier_scales(self, layers: int, of_mlp: int, others: int, *, at_start: bool) -> tuple[list[tuple[int, int]], int]:
+        """Return the sizes of hidden activations and of the rest at points in the MLP of an ordered layer over tensor with scales of
+        earlier steps, and what waits of other layers (planner/ordered_scales.py).
+
+        With several rows that is at the start: in the loop the weight gradients come before the next attention's input is gathered.
+        """
+        local = self.local
+        if local.rows > 1 and not at_start:
+            return self._mlp_in_order(of_mlp), others
+        waiting = layers * ordered_scales.before_weight_gradients(local)
+        if ordered_scales.transposes_apart(local):
+            return [ordered_scales.in_mlp_of_rows(local)], waiting
+        return [ordered_scales.in_mlp(local, of_mlp)], waiting
 
     @property
     def _kept_gelu(self) -> int:
