@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ridgeline.configs.remat import POLICIES
-from ridgeline.planner import block_scaled, constant_costs, delayed_experts, eight_bits, experts_over_tensor, first_over_tensor
+from ridgeline.planner import block_scaled, constant_costs, delayed_experts, eight_bits, experts_over_tensor, first_over_tensor, narrow_experts
 from ridgeline.planner.activations import (
     Component,
     attention_workspace,
@@ -47,7 +47,9 @@ class StepMemory(InLoss, AfterLayers):
             "optimizer": self.optimizer(),
         }
         # counted with constants, a few kernels cover the exchanges: weight gradients are not delayed
-        if self.turn.layers > 1 and self.turn.pipelined and self.turn.recomputes and self.delays_over_exchanges:
+        if self.turn.layers > 1 and narrow_experts.turns_wait(self.local):
+            points["first turns of the backward pass"] = self.first_narrow_turns()
+        elif self.turn.layers > 1 and self.turn.pipelined and self.turn.recomputes and self.delays_over_exchanges:
             if delayed_experts.delays_turns(self.local):
                 points["first turns of the backward pass"] = self.first_turns()
             elif delayed_experts.reduces_late(self.local):
@@ -283,6 +285,9 @@ class StepMemory(InLoss, AfterLayers):
         working = delayed + 2 * local.row_bytes + SLOTS_IN_FLIGHT * local.slot_bytes + STREAMS_IN_FLIGHT * local.stream_bytes
         if eight_bits.of_experts(local):
             working = eight_bits.pending_experts(local) + self._in_narrow_experts()
+            working += narrow_experts.of_norms(local) + narrow_experts.next_attention(local) + 2 * local.cut_stream_bytes
+        elif narrow_experts.applies(local):
+            working = narrow_experts.pending(local, measured=self.program.measured_matmuls)
         working += self.turn.zeroed_slots() if local.model.moe_layers > DELAYED else 0  # of the layers to come
         working += self.recomputed_attention() + self.outside.activations
         return {
@@ -348,6 +353,31 @@ class StepMemory(InLoss, AfterLayers):
             "loss": self.unembedding_gradient(),
         }
 
+    def first_narrow_turns(self) -> Components:
+        """Return what is live in the last layer of the third turn, where the weight gradients of all these turns come after it, or when these
+        have been computed and wait for their reductions (planner/narrow_experts.py)."""
+        local, layers = self.local, delayed_experts.TURNS * self.turn.layers
+        layer = self.backward(layers=0)
+        pending = layer | {
+            "gradients": Component(0, "none yet"),
+            "parameter_copies": Component(
+                self.layout_copies() + self.gathered_layer(), "transposed parameters of attention out; gathered weights of one layer"
+            ),
+            "working_activations": Component(
+                layer["working_activations"].bytes + (layers - 1) * narrow_experts.operands_in_turn(local),
+                "backward pass of three turns of layers: inputs of their weight gradients, which are computed later",
+            ),
+            "collective_buffers": Component(0, "none yet"),
+        }
+        computed = pending | {
+            "working_activations": Component(local.stream_bytes, "residual stream"),
+            "collective_buffers": Component(
+                delayed_experts.TURNS * self.turn.trained_weights * local.gradient_itemsize,
+                f"unsharded {local.config.precision.gradients} gradients of three turns before their reduction",
+            ),
+        }
+        return max(pending, computed, key=lambda parts: sum(part.bytes for part in parts.values()))
+
     def reductions_of_first_turns(self) -> Components:
         """Return what is live in the first three turns of layers with experts, which are not in the loop, where that is most.
 
@@ -410,6 +440,7 @@ class StepMemory(InLoss, AfterLayers):
         in_mlp += local.hidden_bytes + local.row_bytes if covers else 0
         if self.experts_wait and experts_over_tensor.applies(local) and not local.config.precision.eight_bit:
             in_mlp = experts_over_tensor.one_layer(local, self.program)
+        narrow = narrow_experts.applies(local)  # their gradients come together, after this layer's MLP
         if eight_bits.of_experts(local):
             in_mlp = self._in_narrow_experts()
         in_mlp += delayed_experts.next_attention(local) + delayed_experts.fetched_early(local)
@@ -417,7 +448,8 @@ class StepMemory(InLoss, AfterLayers):
         early = latent or delayed_experts.fetches_within_layers(local)
         gathered, streams = self.gathered_layer() + self.outside.weights, 5 if latent else 3
         points = {
-            "its MLP": (in_mlp, gathered, (before - (covers and before > 1)) * layer),
+            **({} if narrow else {"its MLP": (in_mlp, gathered, (before - (covers and before > 1)) * layer)}),
+            **(self._late_down() if before and eight_bits.of_experts(local) and offloads_inputs(local) else {}),
             "its end": (local.hidden_bytes + streams * local.stream_bytes, gathered if early else 0, (before + 1) * layer),
         }
         where, (working, copies, gradients) = max(points.items(), key=lambda point: sum(point[1]))
@@ -435,6 +467,14 @@ class StepMemory(InLoss, AfterLayers):
                 gradients, f"unsharded {local.config.precision.gradients} gradients of layers before their reduction"
             ),
         }
+
+    def _late_down(self) -> dict[str, tuple[int, int, int]]:
+        """Return the point where the third of the first layers, in 8 bits with a capacity, has computed its weight gradients of gate and up
+        and those of both layers before it, but none of down."""
+        local = self.local
+        gates = 2 if local.model.gated_mlp else 1
+        computed = (DELAYED + 1) * gates * local.mlp_matrix * local.gradient_itemsize
+        return {"its MLP, before the gradient of down": (self._in_narrow_experts() + narrow_experts.before_down(local), 0, computed)}
 
     def last_layer(self) -> Components:
         """Return what is live in the backward pass of the first layer, which comes last.
