@@ -73,11 +73,18 @@ def before_down(local: LocalSizes) -> int:
     return of_first + of_second + normed + 2 * (4 // local.compute_itemsize) * local.cut_stream_bytes
 
 
-def next_attention(local: LocalSizes) -> int:
-    """Return the size of the attention of the third layer where the second one of two that are pending has a capacity."""
+def pending_with_capacity(local: LocalSizes) -> int:
+    """Return the size of the operands of the weight gradients of layers before the last one of those before the loop, with a capacity.
+
+    Where the third layer waits for its input from host memory, weight gradients are computed meanwhile: of the second layer on, with the
+    attention of the third one. The router's part of the gradient is float32.
+    """
+    layer, part = eight_bits.pending_experts(local) + of_norms(local), 4 // local.compute_itemsize * local.cut_stream_bytes
+    if not offloads_inputs(local):
+        return min(TURNS - 1, local.model.moe_layers - 1) * layer + part
     normed = local.query_bytes + local.key_bytes if local.model.qk_norm else 0
     heads = local.query_bytes + local.context_bytes + 2 * local.key_bytes + normed
-    return heads + eight_bits.one_byte(local, local.stream_bytes) + (local.cut_stream_bytes if offloads_inputs(local) else 0)
+    return layer + part + heads + eight_bits.one_byte(local, local.stream_bytes) + local.cut_stream_bytes
 
 
 def turns_wait(local: LocalSizes) -> bool:

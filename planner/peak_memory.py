@@ -284,8 +284,7 @@ class StepMemory(InLoss, AfterLayers):
             delayed -= local.hidden_bytes + 2 * local.row_bytes
         working = delayed + 2 * local.row_bytes + SLOTS_IN_FLIGHT * local.slot_bytes + STREAMS_IN_FLIGHT * local.stream_bytes
         if eight_bits.of_experts(local):
-            working = eight_bits.pending_experts(local) + self._in_narrow_experts()
-            working += narrow_experts.of_norms(local) + narrow_experts.next_attention(local) + 2 * local.cut_stream_bytes
+            working = narrow_experts.pending_with_capacity(local) + self._in_narrow_experts()
         elif narrow_experts.applies(local):
             working = narrow_experts.pending(local, measured=self.program.measured_matmuls)
         working += self.turn.zeroed_slots() if local.model.moe_layers > DELAYED else 0  # of the layers to come
