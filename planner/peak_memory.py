@@ -425,7 +425,9 @@ class StepMemory(InLoss, AfterLayers):
         """
         local = self.local
         layer = local.gathered_trained_weights * local.gradient_itemsize
-        waits = self.program.measured_matmuls and not self.reduces_in_turn  # by constants a reduction ends within the next layer
+        narrow = narrow_experts.applies(local)  # their gradients come together, after this layer's MLP
+        # by constants a reduction ends within the next layer
+        waits = (self.program.measured_matmuls or narrow) and not self.reduces_in_turn
         before = min(DELAYED, local.model.moe_layers - 1) if waits else 0
         latent = local.model.latent_attention is not None
         of_attention = local.query_bytes + local.up_bytes + local.stream_bytes if latent else 0
@@ -439,17 +441,17 @@ class StepMemory(InLoss, AfterLayers):
         in_mlp += local.hidden_bytes + local.row_bytes if covers else 0
         if self.experts_wait and experts_over_tensor.applies(local) and not local.config.precision.eight_bit:
             in_mlp = experts_over_tensor.one_layer(local, self.program)
-        narrow = narrow_experts.applies(local)  # their gradients come together, after this layer's MLP
+        unscaled = 4 * local.mlp_matrix if narrow else 0  # the result of a kernel, which is multiplied by its scale next
         if eight_bits.of_experts(local):
             in_mlp = self._in_narrow_experts()
         in_mlp += delayed_experts.next_attention(local) + delayed_experts.fetched_early(local)
         # Latent attention of the next layer, or one with values in host memory, needs its weights while the gradients of this one wait.
-        early = latent or delayed_experts.fetches_within_layers(local)
+        early = latent or narrow or delayed_experts.fetches_within_layers(local)
         gathered, streams = self.gathered_layer() + self.outside.weights, 5 if latent else 3
         points = {
             **({} if narrow else {"its MLP": (in_mlp, gathered, (before - (covers and before > 1)) * layer)}),
             **(self._late_down() if before and eight_bits.of_experts(local) and offloads_inputs(local) else {}),
-            "its end": (local.hidden_bytes + streams * local.stream_bytes, gathered if early else 0, (before + 1) * layer),
+            "its end": (local.hidden_bytes + streams * local.stream_bytes, gathered if early else 0, (before + 1) * layer + unscaled),
         }
         where, (working, copies, gradients) = max(points.items(), key=lambda point: sum(point[1]))
         working += before * of_attention + self.recomputed_attention() + self.outside.activations
