@@ -107,6 +107,19 @@ def operands_in_turn(local: LocalSizes) -> int:
     return eight_bits.one_byte(local, narrow) + biases + (2 * wide + 1) * local.stream_bytes + local.query_bytes + local.key_bytes
 
 
+def in_turn(local: LocalSizes, again: Recomputed, waiting: int) -> tuple[int, int]:
+    """Return the sizes of hidden activations and of all others in the experts of a layer of such a turn, beside operands of so many layers.
+
+    As the first point of `in_rows`. With clamped gate and up (model.mlp_clamp) the kernels write more than is read by one: gate and up as
+    they came and clamped, the gradient of the input of down with and without the clamped part of up, four masks of one byte, and gradients
+    of both in the compute dtype, of which biases have theirs. `backward` adds a stream in float32.
+    """
+    hidden = 10 * local.hidden_bytes if local.model.mlp_clamp else in_rows(local, again)[0][0]
+    rows = 2 * eight_bits.one_byte(local, local.row_bytes)
+    wide = 4 // local.compute_itemsize * local.cut_stream_bytes
+    return hidden, rows + eight_bits.beside_experts(local) + wide + waiting * operands_in_turn(local)
+
+
 def _summed(local: LocalSizes) -> int:
     """Return the size of the parts of the rows' gradients, and of their sum in the slots of the tokens."""
     return _gates(local) * local.row_bytes + (local.slot_bytes or local.stream_bytes)

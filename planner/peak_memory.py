@@ -133,6 +133,9 @@ class StepMemory(InLoss, AfterLayers):
             first_late = self.in_loop and self.next_attention() and local.config.compute.remat.policy == "full"
             if first_late or (delayed and block_scaled.applies(local)):
                 start |= {"gradients": Component(self.early_table(), "none yet: those of the first layers are delayed")}
+            if self.turn.layers > 1 and narrow_experts.turns_wait(local):
+                copies = Component(self.layout_copies() + self.gathered_layer(), "transposed parameters; gathered weights of one layer")
+                start |= {"gradients": Component(0, "none yet: those of these turns are delayed"), "parameter_copies": copies}
             text = "attention in the backward pass of one layer, before its weight gradients"
             start["working_activations"] = max(start["working_activations"], Component(pending, text), key=lambda part: part.bytes)
             return start | ({"loss": self.reduced_early()} if turn_waits and self.reduces_in_turn and self.reduces_table_early else {})
@@ -353,29 +356,21 @@ class StepMemory(InLoss, AfterLayers):
         }
 
     def first_narrow_turns(self) -> Components:
-        """Return what is live in the last layer of the third turn, where the weight gradients of all these turns come after it, or when these
-        have been computed and wait for their reductions (planner/narrow_experts.py)."""
-        local, layers = self.local, delayed_experts.TURNS * self.turn.layers
-        layer = self.backward(layers=0)
-        pending = layer | {
-            "gradients": Component(0, "none yet"),
+        """Return what is live when the weight gradients of the three turns before the loop have been computed, and wait for their reductions
+        (planner/narrow_experts.py)."""
+        local, waiting = self.local, delayed_experts.TURNS * self.turn.trained_weights * self.local.gradient_itemsize
+        return {
+            "activations": self.saved,
+            "accumulated_gradients": self.accumulated(),
             "parameter_copies": Component(
-                self.layout_copies() + self.gathered_layer(), "transposed parameters of attention out; gathered weights of one layer"
+                self.layout_copies() + self.next_layer_weights(), "transposed parameters of attention out; gathered weights of a turn"
             ),
-            "working_activations": Component(
-                layer["working_activations"].bytes + (layers - 1) * narrow_experts.operands_in_turn(local),
-                "backward pass of three turns of layers: inputs of their weight gradients, which are computed later",
-            ),
-            "collective_buffers": Component(0, "none yet"),
-        }
-        computed = pending | {
             "working_activations": Component(local.stream_bytes, "residual stream"),
+            "loss": self.unembedding_gradient(),
             "collective_buffers": Component(
-                delayed_experts.TURNS * self.turn.trained_weights * local.gradient_itemsize,
-                f"unsharded {local.config.precision.gradients} gradients of three turns before their reduction",
+                waiting, f"unsharded {local.config.precision.gradients} gradients of three turns before their reduction"
             ),
         }
-        return max(pending, computed, key=lambda parts: sum(part.bytes for part in parts.values()))
 
     def reductions_of_first_turns(self) -> Components:
         """Return what is live in the first three turns of layers with experts, which are not in the loop, where that is most.
