@@ -1,9 +1,10 @@
-"""Layers with experts without a capacity in 8 bits, one in a turn, where tokens stay on their device or are sent by all_to_all.
+"""Layers with experts in 8 bits: those without a capacity whose tokens stay on their device or are sent, and what waits before the loop.
 
-Kernels of this project multiply the rows, and XLA's scheduler knows no time of them: the weight gradients of the layers before the loop come
-together, after the last of these. All their operands are float8. (planner/eight_bits.py has those whose tokens are gathered over tensor.)
-Read from the heaps of compiled steps of Qwen3 30B (fsdp=16) and Mixtral (tensor=8, expert=8) for H100s (jax 0.10.2). Sizes are bytes of one
-device.
+Kernels of this project multiply the rows, and XLA's scheduler knows no time of them: the weight gradients of the layers before the loop
+come together, after the last of these. All their operands are float8. (planner/eight_bits.py has those whose tokens are gathered over
+tensor.) With a capacity they come together too. So do those of the turns before the loop where layers of several kinds alternate.
+Read from the heaps of compiled steps of Qwen3 30B and 235B over fsdp, Mixtral over tensor=8 and expert=8, and gpt-oss over fsdp (GPU
+backend, jax 0.10.2). Sizes are bytes of one device.
 """
 
 from __future__ import annotations
