@@ -694,6 +694,7 @@ CLOSE = {
     ("models/gpt-oss-20b", "offload", "gb200-nvl72"): {START: 0.012, BACKWARD: 0.015, WHOLE: 0.012},
     ("models/gpt-oss-20b", "offload"): {START: 0.035, WHOLE: 0.025},
     ("models/qwen3-30b-a3b", "offload", "dgx-b200"): {START: 0.015, BACKWARD: 0.012, WHOLE: 0.07},  # places leave 4 GB
+    ("models/llama-4-scout-17b-16e", "offload"): {START: 0.025, WHOLE: 0.012},
     ("models/qwen3-235b-a22b", "full"): {START: 0.012, BACKWARD: 0.02, WHOLE: 0.025},
 }
 """Model and policy, and where several have both the length of the rows or a mesh with tensor or data -> points whose sum of components is
