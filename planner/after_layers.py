@@ -10,10 +10,41 @@ from ridgeline.planner.local import muon_layers
 from ridgeline.planner.optimizer_state import TENSOR, optimizer_state
 from ridgeline.planner.parameters import matmul_weights
 
+COMBINED_BYTES = 30 * 2**20
+"""XLA combines reductions up to this size of their results (xla_gpu_reduce_scatter_combine_threshold_bytes)."""
+
 
 @dataclass(frozen=True)
 class AfterLayers(LiveBuffers):
-    """What is live at each point after the backward pass of the layers."""
+    """What is live at each point after the backward pass of the layers, and at its end."""
+
+    def end_of_backward(self) -> dict[str, Component]:
+        """Return what is live, with overlap, in the backward pass of the first layers, which comes last.
+
+        All gradients wait for their reductions. The gradients of the two layers that the loop is unrolled by are live together when one
+        reduction combines both, and those of the last two turns of several layers, where a turn's are reduced in the next one.
+        """
+        local = self.local
+        layer = self.turn.trained_weights * local.gradient_itemsize
+        several = self.turn.layers > 1 or self.turn.in_order
+        across_turns = several and not self.reduces_in_turn
+        together = 2 if across_turns or 2 * layer <= COMBINED_BYTES * local.fsdp else 1
+        # those of a turn of several layers still wait when the embedding's gradient begins
+        of_embedding = several and self.separate_table_gradients
+        inputs = min(self.saved.bytes, local.model.num_layers * local.cut_stream_bytes)
+        return {
+            "activations": Component(inputs, "inputs of the blocks; activations of the MLPs are freed"),
+            "gradients": Component(self.layer_gradients * self.stack_itemsize, "of the layers, sharded as the parameters"),
+            "accumulated_gradients": self.accumulated(),
+            "parameter_copies": Component(self.layout_copies(), "transposed parameters of MLP down and attention out"),
+            "loss": Component(
+                self.unembedding_gradient().bytes + (4 * local.table if of_embedding else 0),
+                "float32 gradients of embedding and unembedding",
+            ),
+            "collective_buffers": Component(
+                together * layer if self.reduced else 0, "unsharded gradients of the first layers before their reduction"
+            ),
+        }
 
     def reductions_after_layers(self) -> dict[str, Component]:
         """Return what is live after the backward pass of the layers, while gradients of tables and first layers are reduced.

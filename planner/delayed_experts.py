@@ -1,9 +1,9 @@
 """Weight gradients of layers with experts in the first turns of several layers of the backward pass, which are not in the loop over layers.
 
-Where tokens are exchanged by all_to_all without a capacity, the gradients of two turns are computed in the second half of the third one:
-what they are computed from is there at once. Elsewhere they are computed early, and wait for their reductions until the end of the third
-turn. Read from the heaps of compiled steps of Llama 4 Scout (in float8, and over fsdp=64 x tensor=4) and of gpt-oss (GPU backend,
-jax 0.10.2). Sizes are bytes of one device.
+Where tokens are exchanged by all_to_all without a capacity, and in 8 bits, the gradients of two turns are computed in the second half of
+the third one: what they are computed from is there at once. Elsewhere they are computed early, and wait for their reductions until the end
+of the third turn. Read from the heaps of compiled steps of Llama 4 Scout (in float8, and over fsdp=64 x tensor=4) and of gpt-oss (GPU
+backend, jax 0.10.2). Sizes are bytes of one device.
 """
 
 from __future__ import annotations
@@ -26,9 +26,13 @@ Bounds from heaps: so with 470 MB (Qwen3 30B, expert=8) and 805 MB (Mixtral, exp
 
 
 def delays_turns(local: LocalSizes) -> bool:
-    """Return whether the gradients of two turns and a half are pending together; not where those of a turn are reduced within it."""
+    """Return whether the gradients of two turns and a half are pending together; not where those of a turn are reduced within it.
+
+    In 8 bits so with any exchange (heap of Llama 4 Scout with a capacity, tensor=2, expert=2).
+    """
     sums_twice = local.data * local.context > 1
-    return local.sends_uncapped and local.fsdp > 1 and not sums_twice and not local.adapted
+    narrow = local.model.moe is not None and local.config.precision.eight_bit
+    return (local.sends_uncapped or narrow) and local.fsdp > 1 and not sums_twice and not local.adapted
 
 
 def delays_in_loop(local: LocalSizes) -> bool:

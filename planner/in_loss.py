@@ -151,6 +151,7 @@ class InLoss(LayerPeak):
         """
         return self.keeps_over_tensor and self.program.slow_memory and self.local.tensor == 2 and self.local.rows > 1
 
+    @property
     def scales_weights_early(self) -> bool:
         """Whether the block-scaled weights of the turns that come first in the backward pass are there in the loss.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ridgeline.configs.remat import POLICIES
-from ridgeline.planner import block_scaled, constant_costs, eight_bits, experts_over_tensor
+from ridgeline.planner import block_scaled, constant_costs, delayed_experts, eight_bits, experts_over_tensor, narrow_experts
 from ridgeline.planner.activations import attention_workspace, mask_bytes, offloads_inputs
 from ridgeline.planner.mlp_peak import FROM_BLOCK_INPUTS, MlpPeak
 from ridgeline.planner.recompute import Recomputed, recomputed
@@ -143,6 +143,20 @@ class LayerPeak(MlpPeak):
                 *(("its MLP", *experts, matrices, down, mask) for experts in in_rows),
                 ("its attention", in_rows[1][0] + local.row_bytes, 6 * stream, 0, 0, attention),
                 ("its end", hidden, at_end * stream, 0, end, mask),
+            ]
+        if self.overlap and narrow_experts.applies(local):
+            in_rows = narrow_experts.in_rows(local, again)
+            return [
+                *(("its MLP", *experts, matrices, 0, mask) for experts in in_rows),
+                ("its attention", in_rows[1][0] + local.row_bytes, 6 * stream, 0, 0, attention),
+                # a result of a kernel is multiplied by its scale
+                ("its end", hidden, at_end * stream, 0, end + local.mlp_matrix * 4, mask),
+            ]
+        if self.turn.layers > 1 and narrow_experts.turns_wait(local):
+            layers = delayed_experts.TURNS * self.turn.layers if at_start else self.turn.layers
+            return [
+                ("its MLP", *narrow_experts.in_turn(local, again, layers - 1), 0, 0, mask),
+                ("its end", hidden, at_end * stream, 0, end + local.mlp_matrix * 4, mask),
             ]
         if eight_bits.in_any_layout(local, self.program):
             of_mlp, others = eight_bits.mlp_in_any_layout(local, again, at_start=at_start)

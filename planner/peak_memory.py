@@ -12,7 +12,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ridgeline.configs.remat import POLICIES
-from ridgeline.planner import block_scaled, constant_costs, delayed_experts, eight_bits, experts_over_tensor, first_over_tensor
+from ridgeline.planner import (
+    block_scaled,
+    constant_costs,
+    delayed_experts,
+    eight_bits,
+    experts_over_tensor,
+    first_over_tensor,
+    narrow_experts,
+)
 from ridgeline.planner.activations import (
     Component,
     attention_workspace,
@@ -22,19 +30,18 @@ from ridgeline.planner.activations import (
     saved_arrays,
 )
 from ridgeline.planner.after_layers import AfterLayers
+from ridgeline.planner.first_narrow_experts import FirstNarrowExperts
 from ridgeline.planner.in_loss import InLoss
 from ridgeline.planner.layer_peak import SLOTS_IN_FLIGHT, STREAMS_IN_FLIGHT
 from ridgeline.planner.live_buffers import DELAYED
 from ridgeline.planner.mlp_peak import FROM_BLOCK_INPUTS
 from ridgeline.planner.recompute import recomputed
 
-COMBINED_BYTES = 30 * 2**20
-"""XLA combines reductions up to this size of their results (xla_gpu_reduce_scatter_combine_threshold_bytes)."""
 Components = dict[str, Component]
 
 
 @dataclass(frozen=True)
-class StepMemory(InLoss, AfterLayers):
+class StepMemory(InLoss, AfterLayers, FirstNarrowExperts):
     """What is live at each point of a step of these sizes."""
 
     def points(self) -> dict[str, Components]:
@@ -47,7 +54,9 @@ class StepMemory(InLoss, AfterLayers):
             "optimizer": self.optimizer(),
         }
         # counted with constants, a few kernels cover the exchanges: weight gradients are not delayed
-        if self.turn.layers > 1 and self.turn.pipelined and self.turn.recomputes and self.delays_over_exchanges:
+        if self.narrow_turns_wait:
+            points["first turns of the backward pass"] = self.first_narrow_turns()
+        elif self.turn.layers > 1 and self.turn.pipelined and self.turn.recomputes and self.delays_over_exchanges:
             if delayed_experts.delays_turns(self.local):
                 points["first turns of the backward pass"] = self.first_turns()
             elif delayed_experts.reduces_late(self.local):
@@ -131,6 +140,7 @@ class StepMemory(InLoss, AfterLayers):
             first_late = self.in_loop and self.next_attention() and local.config.compute.remat.policy == "full"
             if first_late or (delayed and block_scaled.applies(local)):
                 start |= {"gradients": Component(self.early_table(), "none yet: those of the first layers are delayed")}
+            start |= self.none_reduced()
             text = "attention in the backward pass of one layer, before its weight gradients"
             start["working_activations"] = max(start["working_activations"], Component(pending, text), key=lambda part: part.bytes)
             return start | ({"loss": self.reduced_early()} if turn_waits and self.reduces_in_turn and self.reduces_table_early else {})
@@ -281,8 +291,7 @@ class StepMemory(InLoss, AfterLayers):
         if local.tensor > 1 and reduces and not capacity:
             delayed -= local.hidden_bytes + 2 * local.row_bytes
         working = delayed + 2 * local.row_bytes + SLOTS_IN_FLIGHT * local.slot_bytes + STREAMS_IN_FLIGHT * local.stream_bytes
-        if eight_bits.of_experts(local):
-            working = eight_bits.pending_experts(local) + self._in_narrow_experts()
+        working = self.in_first_narrow_layers() or working
         working += self.turn.zeroed_slots() if local.model.moe_layers > DELAYED else 0  # of the layers to come
         working += self.recomputed_attention() + self.outside.activations
         return {
@@ -380,13 +389,6 @@ class StepMemory(InLoss, AfterLayers):
             ),
         }
 
-    def _in_narrow_experts(self) -> int:
-        """Return what is live in the experts of a layer in 8 bits with a capacity, with its norm's input in float32 (eight_bits)."""
-        local = self.local
-        sizes = eight_bits.in_experts(local, recomputed(local.model, local.config.compute.remat))
-        of_block = (4 // local.compute_itemsize + offloads_inputs(local)) * local.cut_stream_bytes
-        return max(map(sum, sizes)) + of_block
-
     def reductions_of_first_layers(self) -> Components:
         """Return what is live in the backward pass of the third layer of experts, the last one before the loop over layers.
 
@@ -396,7 +398,9 @@ class StepMemory(InLoss, AfterLayers):
         """
         local = self.local
         layer = local.gathered_trained_weights * local.gradient_itemsize
-        waits = self.program.measured_matmuls and not self.reduces_in_turn  # by constants a reduction ends within the next layer
+        narrow = narrow_experts.applies(local)  # their gradients come together, after this layer's MLP
+        # by constants a reduction ends within the next layer
+        waits = (self.program.measured_matmuls or narrow) and not self.reduces_in_turn
         before = min(DELAYED, local.model.moe_layers - 1) if waits else 0
         latent = local.model.latent_attention is not None
         of_attention = local.query_bytes + local.up_bytes + local.stream_bytes if latent else 0
@@ -410,15 +414,17 @@ class StepMemory(InLoss, AfterLayers):
         in_mlp += local.hidden_bytes + local.row_bytes if covers else 0
         if self.experts_wait and experts_over_tensor.applies(local) and not local.config.precision.eight_bit:
             in_mlp = experts_over_tensor.one_layer(local, self.program)
+        unscaled = 4 * local.mlp_matrix if narrow else 0  # the result of a kernel, which is multiplied by its scale next
         if eight_bits.of_experts(local):
-            in_mlp = self._in_narrow_experts()
+            in_mlp = self.in_narrow_experts()
         in_mlp += delayed_experts.next_attention(local) + delayed_experts.fetched_early(local)
         # Latent attention of the next layer, or one with values in host memory, needs its weights while the gradients of this one wait.
-        early = latent or delayed_experts.fetches_within_layers(local)
+        early = latent or narrow or delayed_experts.fetches_within_layers(local)
         gathered, streams = self.gathered_layer() + self.outside.weights, 5 if latent else 3
         points = {
-            "its MLP": (in_mlp, gathered, (before - (covers and before > 1)) * layer),
-            "its end": (local.hidden_bytes + streams * local.stream_bytes, gathered if early else 0, (before + 1) * layer),
+            **({} if narrow else {"its MLP": (in_mlp, gathered, (before - (covers and before > 1)) * layer)}),
+            **(self.late_down() if before and eight_bits.of_experts(local) and offloads_inputs(local) else {}),
+            "its end": (local.hidden_bytes + streams * local.stream_bytes, gathered if early else 0, (before + 1) * layer + unscaled),
         }
         where, (working, copies, gradients) = max(points.items(), key=lambda point: sum(point[1]))
         working += before * of_attention + self.recomputed_attention() + self.outside.activations
@@ -468,32 +474,4 @@ class StepMemory(InLoss, AfterLayers):
             ),
             "loss": self.reduced_early() if (self.turn.layers > 1 or self.scatters_scaled) and self.reduces_table_early else point["loss"],
             "collective_buffers": collectives,
-        }
-
-    def end_of_backward(self) -> Components:
-        """Return what is live, with overlap, in the backward pass of the first layers, which comes last.
-
-        All gradients wait for their reductions. The gradients of the two layers that the loop is unrolled by are live together when one
-        reduction combines both, and those of the last two turns of several layers, where a turn's are reduced in the next one.
-        """
-        local = self.local
-        layer = self.turn.trained_weights * local.gradient_itemsize
-        several = self.turn.layers > 1 or self.turn.in_order
-        across_turns = several and not self.reduces_in_turn
-        together = 2 if across_turns or 2 * layer <= COMBINED_BYTES * local.fsdp else 1
-        # those of a turn of several layers still wait when the embedding's gradient begins
-        of_embedding = several and self.separate_table_gradients
-        inputs = min(self.saved.bytes, local.model.num_layers * local.cut_stream_bytes)
-        return {
-            "activations": Component(inputs, "inputs of the blocks; activations of the MLPs are freed"),
-            "gradients": Component(self.layer_gradients * self.stack_itemsize, "of the layers, sharded as the parameters"),
-            "accumulated_gradients": self.accumulated(),
-            "parameter_copies": Component(self.layout_copies(), "transposed parameters of MLP down and attention out"),
-            "loss": Component(
-                self.unembedding_gradient().bytes + (4 * local.table if of_embedding else 0),
-                "float32 gradients of embedding and unembedding",
-            ),
-            "collective_buffers": Component(
-                together * layer if self.reduced else 0, "unsharded gradients of the first layers before their reduction"
-            ),
         }

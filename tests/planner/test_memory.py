@@ -697,6 +697,11 @@ CLOSE = {
     ("models/qwen3-30b-a3b", "full", 2048): {START: 0.03, BACKWARD: 0.012, WHOLE: 0.02},
     ("models/qwen3-30b-a3b", "full", "dgx-a100"): {START: 0.012, BACKWARD: 0.022, WHOLE: 0.012},
     ("models/mixtral-8x7b", "full", "dgx-a100"): {START: 0.03, BACKWARD: 0.045, WHOLE: 0.015},
+    ("models/gpt-oss-20b", "offload", "gb200-nvl72"): {START: 0.012, BACKWARD: 0.015, WHOLE: 0.012},
+    ("models/gpt-oss-20b", "offload"): {START: 0.035, WHOLE: 0.025},
+    ("models/qwen3-30b-a3b", "offload", "dgx-b200"): {START: 0.015, BACKWARD: 0.012, WHOLE: 0.07},  # places leave 4 GB
+    ("models/llama-4-scout-17b-16e", "offload"): {START: 0.025, WHOLE: 0.012},
+    ("models/qwen3-235b-a22b", "full"): {START: 0.012, BACKWARD: 0.02, WHOLE: 0.025},
 }
 """Model and policy, and where several have both the length of the rows or a mesh with tensor or data -> points whose sum of components is
 planned closely, and how closely; at other points of these steps less is live than planned, or the plan is known to be off."""

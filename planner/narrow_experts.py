@@ -1,0 +1,130 @@
+"""Layers with experts in 8 bits: those without a capacity whose tokens stay on their device or are sent, and what waits before the loop.
+
+Kernels of this project multiply the rows, and XLA's scheduler knows no time of them: the weight gradients of the layers before the loop
+come together, after the last of these. All their operands are float8. (planner/eight_bits.py has those whose tokens are gathered over
+tensor.) With a capacity they come together too. So do those of the turns before the loop where layers of several kinds alternate.
+Read from the heaps of compiled steps of Qwen3 30B and 235B over fsdp, Mixtral over tensor=8 and expert=8, and gpt-oss over fsdp (GPU
+backend, jax 0.10.2). Sizes are bytes of one device.
+"""
+
+from __future__ import annotations
+
+from ridgeline.planner import eight_bits
+from ridgeline.planner.activations import offloads_inputs
+from ridgeline.planner.delayed_experts import TURNS, fetches_within_layers
+from ridgeline.planner.local import LocalSizes
+from ridgeline.planner.recompute import Recomputed, recomputed
+
+
+def applies(local: LocalSizes) -> bool:
+    """Return whether layers are such layers. Latent attention was not looked at."""
+    model = local.model
+    alike = model.moe is not None and model.layer_period == 1 and not local.adapted and model.latent_attention is None
+    uncapped = local.config.compute.experts.capacity_factor is None and local.config.precision.eight_bit
+    return alike and uncapped and not eight_bits.gathers_rows(local)
+
+
+def in_rows(local: LocalSizes, again: Recomputed) -> list[tuple[int, int]]:
+    """Return the sizes of hidden activations and of all others at two points in the experts of a layer.
+
+    First one kernel reads gate, up and the gradient of the input of down, and others write the gradients of the first two in both layouts
+    and the input of down. Then the parts of the rows' gradients by gate and by up are summed for the tokens, and one layout is left.
+    """
+    gates, rows = _gates(local), 2 * eight_bits.one_byte(local, local.row_bytes)
+    in_kernel = (1 + len({"gate", "up"} & again.weights)) * local.hidden_bytes
+    narrow = eight_bits.one_byte(local, local.hidden_bytes)
+    beside = rows + eight_bits.beside_experts(local)
+    return [(in_kernel + (2 * gates + 1) * narrow, beside), ((gates + 1) * narrow, beside + _summed(local))]
+
+
+def pending(local: LocalSizes, *, measured: bool) -> int:
+    """Return what is live when the gradients of the rows of the last layer before the loop are summed.
+
+    The operands of the weight gradients of the layers before it, and of its own; its norm's input and the router's part of the gradient in
+    float32. Where it waits for values from host memory, measured matmuls run meanwhile, and with them the weight gradients of the first of
+    three layers (heap of Mixtral).
+    """
+    layers = min(TURNS - (measured and fetches_within_layers(local)), local.model.moe_layers)
+    hidden, others = in_rows(local, recomputed(local.model, local.config.compute.remat))[1]
+    wide = 2 * 4 // local.compute_itemsize * local.cut_stream_bytes
+    # over tensor the inputs of attention are gathered in the compute dtype: of the layer before, and of the next one
+    gathered = (layers - 1) * eight_bits.one_byte(local, local.stream_bytes) + local.stream_bytes if local.tensor > 1 else 0
+    return (layers - 1) * (eight_bits.pending_experts(local) + of_norms(local)) + hidden + others + wide + gathered
+
+
+def of_norms(local: LocalSizes) -> int:
+    """Return the size of what the gradients of norms are computed from, which wait with those of matrices, less the MLP's norm's input.
+
+    Of norms of queries and keys the inputs, and the gradients of the results. Where the block's input comes from host memory it, and the
+    parts of the gradient of attention's norm.
+    """
+    normed = 2 * (local.query_bytes + local.key_bytes) if local.model.qk_norm else 0
+    return normed + (3 * local.cut_stream_bytes if offloads_inputs(local) else 0)
+
+
+def before_down(local: LocalSizes) -> int:
+    """Return the size of the operands that two layers with a capacity still wait with when the weight gradients of gate and up are there.
+
+    All others of the second one, and of the first the inputs of its MLP's norm and of the weight gradient of down; the router's part of the
+    third one's gradient in float32.
+    """
+    of_first = eight_bits.one_byte(local, local.row_bytes + local.hidden_bytes)
+    of_second = eight_bits.pending_experts(local) - eight_bits.one_byte(local, local.row_bytes + _gates(local) * local.hidden_bytes)
+    normed = 2 * (local.query_bytes + local.key_bytes) if local.model.qk_norm else 0
+    return of_first + of_second + normed + 2 * (4 // local.compute_itemsize) * local.cut_stream_bytes
+
+
+def pending_with_capacity(local: LocalSizes) -> int:
+    """Return the size of the operands of the weight gradients of layers before the last one of those before the loop, with a capacity.
+
+    Where the third layer waits for its input from host memory, weight gradients are computed meanwhile: of the second layer on, with the
+    attention of the third one. The router's part of the gradient is float32.
+    """
+    layer, part = eight_bits.pending_experts(local) + of_norms(local), 4 // local.compute_itemsize * local.cut_stream_bytes
+    if not offloads_inputs(local):
+        return min(TURNS - 1, local.model.moe_layers - 1) * layer + part
+    normed = local.query_bytes + local.key_bytes if local.model.qk_norm else 0
+    heads = local.query_bytes + local.context_bytes + 2 * local.key_bytes + normed
+    return layer + part + heads + eight_bits.one_byte(local, local.stream_bytes) + local.cut_stream_bytes
+
+
+def turns_wait(local: LocalSizes) -> bool:
+    """Return whether the weight gradients of the turns before the loop come together, in turns of several layers."""
+    model, alone = local.model, local.data * local.context * local.tensor == 1
+    narrow = local.config.compute.experts.capacity_factor is None and local.config.precision.eight_bit and not local.sends_uncapped
+    return narrow and alone and model.moe is not None and model.layer_period > 1 and not local.adapted and local.fsdp > 1
+
+
+def operands_in_turn(local: LocalSizes) -> int:
+    """Return what the weight gradients of a layer of such a turn are computed from.
+
+    Float8: the gradients of gate and up and the input of down, the rows' inputs and the gradients of their results, attention's result and
+    the gradient of its update. In the compute dtype, for biases, the gradients of gate and up; halves of the gradients of queries and keys;
+    the gradient of the MLP's norm. Float32: that norm's input, and the sum of its gradients by gate and up. (Heaps of gpt-oss for GB200s.)
+    """
+    gates, wide = _gates(local), 4 // local.compute_itemsize
+    narrow = (gates + 1) * local.hidden_bytes + 2 * local.row_bytes + local.context_bytes + local.stream_bytes
+    biases = gates * local.hidden_bytes if local.model.mlp_bias else 0
+    return eight_bits.one_byte(local, narrow) + biases + (2 * wide + 1) * local.stream_bytes + local.query_bytes + local.key_bytes
+
+
+def in_turn(local: LocalSizes, again: Recomputed, waiting: int) -> tuple[int, int]:
+    """Return the sizes of hidden activations and of all others in the experts of a layer of such a turn, beside operands of so many layers.
+
+    As the first point of `in_rows`. With clamped gate and up (model.mlp_clamp) the kernels write more than is read by one: gate and up as
+    they came and clamped, the gradient of the input of down with and without the clamped part of up, four masks of one byte, and gradients
+    of both in the compute dtype, of which biases have theirs. `backward` adds a stream in float32.
+    """
+    hidden = 10 * local.hidden_bytes if local.model.mlp_clamp else in_rows(local, again)[0][0]
+    rows = 2 * eight_bits.one_byte(local, local.row_bytes)
+    wide = 4 // local.compute_itemsize * local.cut_stream_bytes
+    return hidden, rows + eight_bits.beside_experts(local) + wide + waiting * operands_in_turn(local)
+
+
+def _summed(local: LocalSizes) -> int:
+    """Return the size of the parts of the rows' gradients, and of their sum in the slots of the tokens."""
+    return _gates(local) * local.row_bytes + (local.slot_bytes or local.stream_bytes)
+
+
+def _gates(local: LocalSizes) -> int:
+    return 2 if local.model.gated_mlp else 1
