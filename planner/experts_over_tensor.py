@@ -10,7 +10,7 @@ a step does not fit into the device's memory, the scheduler does not do this. Si
 
 from __future__ import annotations
 
-from ridgeline.planner import eight_bits
+from ridgeline.planner import delayed_experts, eight_bits
 from ridgeline.planner.activations import NODE_DEVICES
 from ridgeline.planner.hardware import GpuProgram
 from ridgeline.planner.local import LocalSizes
@@ -59,11 +59,12 @@ def _keeps_update(local: LocalSizes) -> bool:
 def together(local: LocalSizes, program: GpuProgram) -> int:
     """Return how many layers' operands of weight gradients are live together before the loop.
 
-    In models with norms of queries and keys sums of these norms' gradients hide exchanges too. By constants two layers are then together
-    only where gate and up are computed again and tokens are exchanged over expert too. By measured times three are, as nothing but the
-    exchanges is long, unless these go between nodes and the weight gradients of the first layer hide one; with a capacity, thus measured
-    matmuls, one (read from seven heaps of Qwen3 30B and 235B, not derived; of an eighth, one microbatch over fsdp=8 x tensor=2 x expert=4,
-    two layers are live, and 22 % less is needed than planned).
+    By constants two, in models with norms of queries and keys, whose sums of these norms' gradients hide exchanges too, only where gate and
+    up are computed again and tokens are exchanged over expert. By measured times three, as the kernels of experts hide nothing: the weight
+    gradients are as late as they can be. Two where a part of these comes earlier: the first layer's hide the exchanges of the third, which
+    are longer between nodes, or, after long matmuls of attention (`delayed_experts.short_attention`), the gathers of its router; with a
+    capacity, thus measured matmuls, too; then one with norms of queries and keys. (Heaps of Qwen3 30B and 235B and of Mixtral, not derived;
+    of an eighth of Qwen3, one microbatch over fsdp=8 x tensor=2 x expert=4, two layers are live, and 22 % less is needed than planned.)
     """
     if local.config.precision.eight_bit and not eight_bits.gathers_rows(local):
         return 1
@@ -73,7 +74,7 @@ def together(local: LocalSizes, program: GpuProgram) -> int:
     if not both or (capped(local) and local.model.qk_norm):
         return 1
     within_node = local.tensor * local.expert <= NODE_DEVICES
-    return 3 if local.model.qk_norm and within_node and not _keeps_update(local) else 2
+    return 3 if within_node and not capped(local) and delayed_experts.short_attention(local) else 2
 
 
 def first_is_computed(local: LocalSizes, program: GpuProgram) -> bool:
@@ -90,15 +91,17 @@ def in_experts(local: LocalSizes, program: GpuProgram) -> int:
 
     In the rows of the experts the inputs and the gradients of the results of all layers, and the parts by gate and by up. Of attention
     its inputs, the gradient of the first layer's update, queries or their gradients, keys, values and results; streams between blocks.
-    Where these are the first two layers, the final hidden states and the gradient of theirs are there too.
+    Where these are not the second and third layer, the final hidden states and the gradient of theirs are there too. Of three layers,
+    without norms of queries and keys, attention's weight gradients of the first two are computed before (heaps of Mixtral).
     """
     model, layers = local.model, together(local, program)
     if local.config.precision.eight_bit:
         return eight_bits.in_pending_rows(local, layers)
     rows = (2 * layers + (2 if model.gated_mlp else 1)) * local.row_bytes + local.slot_bytes
-    heads = layers * (local.context_bytes + local.query_bytes + 2 * local.key_bytes)
-    heads += (layers + 1) * (local.query_bytes + local.key_bytes) if model.qk_norm else 0
-    streams = (layers + 1) * local.stream_bytes + 4 * local.cut_stream_bytes
+    attention = layers if layers < 3 or model.qk_norm else 1
+    heads = attention * (local.context_bytes + local.query_bytes + 2 * local.key_bytes)
+    heads += (attention + 1) * (local.query_bytes + local.key_bytes) if model.qk_norm else 0
+    streams = (attention + 1) * local.stream_bytes + 4 * local.cut_stream_bytes
     streams += 0 if first_is_computed(local, program) else local.stream_bytes + 2 * local.cut_stream_bytes
     return layers * hidden_activations(local, program) * local.hidden_bytes + rows + heads + streams
 

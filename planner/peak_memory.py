@@ -302,8 +302,7 @@ class StepMemory(InLoss, AfterLayers):
         """As `first_layers`, with experts over tensor (planner/experts_over_tensor.py)."""
         local, program = self.local, self.program
         stacks, waiting = 0, 0
-        if experts_over_tensor.first_is_computed(local, program):
-            # by constants it has been reduced and written into the stacks of gradients
+        if experts_over_tensor.first_is_computed(local, program):  # by constants it has been reduced and stacked
             stacks = 0 if program.measured_matmuls else self.layer_gradients * self.stack_itemsize
             waiting = local.gathered_trained_weights * local.gradient_itemsize if program.measured_matmuls else 0
         points = {"its MLP": (experts_over_tensor.in_experts(local, program), stacks, waiting)}
@@ -316,7 +315,8 @@ class StepMemory(InLoss, AfterLayers):
             "gradients": Component(gradients, "of the layers, in stacks that begin with the first gradients"),
             "accumulated_gradients": self.accumulated(),
             "parameter_copies": Component(
-                self.layout_copies() + self.gathered_layer(), "transposed parameters of attention out; gathered weights of one layer"
+                self.layout_copies() + (self.gathered_layer() if self.delays_over_tensor == DELAYED else 0),
+                "transposed parameters of attention out; of two layers the gathered weights of one",
             ),
             "working_activations": Component(
                 working, f"backward pass of a layer, at {where}, with inputs of its weight gradients and of those of layers before"
@@ -357,12 +357,12 @@ class StepMemory(InLoss, AfterLayers):
         the third one has recomputed its attention, whose results are not yet scattered.
         """
         local = self.local
-        layer, parts = self.turn.trained_weights // self.turn.layers, 3 * local.stream_bytes
-        late = (delayed_experts.operands(local) + parts, delayed_experts.TURNS * self.turn.trained_weights - layer)
-        points = {"the last layer of the third turn": late}
+        trained, parts = self.turn.trained_weights, 3 * local.stream_bytes
+        layer = trained // self.turn.layers
+        points = {"the last layer of the third turn": (delayed_experts.operands(local) + parts, delayed_experts.TURNS * trained - layer)}
         if local.tensor > 1:
-            pending = delayed_experts.late_operands(local, self.turn.layers)
-            points["the last layer of the second turn"] = (pending + parts, self.turn.trained_weights - layer)
+            points["the last layer of the first turn"] = (delayed_experts.in_first_turn(self.turn, self.saved.bytes), 0)
+            points["the last layer of the second turn"] = (delayed_experts.late_operands(self.turn) + parts, trained - layer)
         where, (working, waiting) = max(points.items(), key=lambda point: point[1][0] + point[1][1] * local.gradient_itemsize)
         return {
             "activations": self.saved,
