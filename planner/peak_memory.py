@@ -107,7 +107,7 @@ class StepMemory(InLoss, AfterLayers):
         narrow, dots = eight_bits.applies(local), local.config.compute.remat.policy == "dots"
         if self.turn.in_order:
             return self._start_in_order(0 if dots else relaid)
-        if self.experts_wait or self.experts_late or self.delays_over_tensor > 1:
+        if self.experts_wait or self.relays_in_attention or self.experts_late or self.delays_over_tensor > 1:
             relaid = 0  # copied, if at all, after the experts, when less is live
         pieces = ring_keeps_update(local) and not narrow
         late = narrow and not self.program.transposes_float8 and not again.attention_update
