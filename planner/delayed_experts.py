@@ -16,6 +16,8 @@ from ridgeline.planner.parameters import attention_matmul_parameters
 from ridgeline.planner.recompute import recomputed, waiting
 from ridgeline.planner.turn import Turn
 
+UNROLLED = 2
+"""Layers that XLA unrolls a loop by."""
 TURNS = 3
 """Turns at the start of the backward pass that are not in the loop, which XLA unrolls by two, of an even number of them."""
 
@@ -27,11 +29,11 @@ Bounds from heaps: so with 470 MB (Qwen3 30B, expert=8) and 805 MB (Mixtral, exp
 """
 
 
-SHORT_ATTENTION = 24 * 10**11
+SHORT_ATTENTION = 155 * 10**10
 """FLOPs of a layer's projections of attention up to which they hide less than the kernels that XLA counts with a constant.
 
-Bounds from heaps: so with 2.06e12 (Llama 4 Scout over tensor=8) and, with any number of tokens, less; not with 2.75e12 (Mixtral over
-tensor=2, with 65,536 tokens).
+Bounds from heaps: so with 1.37e12 (Mixtral over tensor=2, 32,768 tokens) and, with any number of tokens, less; not with 1.74e12 (gpt-oss
+over tensor=2, 65,536 tokens). In turns of four layers twice as much: so with 2.06e12 (Llama 4 Scout over tensor=8), not derived.
 """
 
 
@@ -92,7 +94,7 @@ def short_attention(local: LocalSizes) -> bool:
     """Return whether a layer's projections of attention, measured matmuls, are short: over tensor the weight gradients of experts, which
     are ready, hide the exchanges at the end of what is not in the loop then, all of them together, and not each those of the next layer."""
     flops = 2 * local.tokens * attention_matmul_parameters(local.model) // local.tensor
-    return flops <= SHORT_ATTENTION
+    return flops <= SHORT_ATTENTION * max(UNROLLED, local.model.layer_period) // UNROLLED
 
 
 def pending_layers(layers: int) -> int:
@@ -164,11 +166,14 @@ def early_attention(local: LocalSizes) -> int:
 
 
 def late_operands(turn: Turn) -> int:
-    """Return the bytes that pending weight gradients are computed from at the end of the second turn over tensor, with the attention
-    of the third turn: its inputs, and its projected results before they are scattered. Where attention is short
-    they begin one layer later."""
+    """Return the bytes that pending weight gradients are computed from at the end of the second turn over tensor, with the attention of
+    the third turn: its inputs, and its projected results before they are scattered.
+
+    Where attention is short, or layers do not wait for their gradients, they begin one layer later.
+    """
     local, layers = turn.local, turn.layers
-    late = not turn.program.measured_matmuls or short_attention(local)
+    waits = waiting(local.config, local.tensor, local.expert) != "nothing"
+    late = not (turn.program.measured_matmuls and waits) or short_attention(local)
     return (layers + late) * operands(local) + layers * (2 * local.stream_bytes + attention(local))
 
 
