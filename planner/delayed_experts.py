@@ -12,8 +12,12 @@ from ridgeline.configs.remat import POLICIES
 from ridgeline.planner.activations import offloads_inputs
 from ridgeline.planner.experts import TILE, exchange_method
 from ridgeline.planner.local import LocalSizes
+from ridgeline.planner.parameters import attention_matmul_parameters
 from ridgeline.planner.recompute import recomputed, waiting
+from ridgeline.planner.turn import Turn
 
+UNROLLED = 2
+"""Layers that XLA unrolls a loop by."""
 TURNS = 3
 """Turns at the start of the backward pass that are not in the loop, which XLA unrolls by two, of an even number of them."""
 
@@ -22,6 +26,14 @@ LONG_GATHER = 2**28
 """Bytes that a device receives in an exchange from which weight gradients are delayed over it beside the recomputation of the MLP.
 
 Bounds from heaps: so with 470 MB (Qwen3 30B, expert=8) and 805 MB (Mixtral, expert=4), not with 134 MB (Qwen3 30B and V2 Lite, expert=2).
+"""
+
+
+SHORT_ATTENTION = 155 * 10**10
+"""FLOPs of a layer's projections of attention up to which they hide less than the kernels that XLA counts with a constant.
+
+Bounds from heaps: so with 1.37e12 (Mixtral over tensor=2, 32,768 tokens) and, with any number of tokens, less; not with 1.74e12 (gpt-oss
+over tensor=2, 65,536 tokens). In turns of four layers twice as much: so with 2.06e12 (Llama 4 Scout over tensor=8), not derived.
 """
 
 
@@ -80,6 +92,13 @@ def fetched_early(local: LocalSizes) -> int:
     moe, remat = local.model.moe, local.config.compute.remat
     shared = moe is None or moe.shared_experts > 0
     return 0 if shared or not fetches_within_layers(local) else len({"mlp_gate", "mlp_up"}.intersection(remat.names)) * local.hidden_bytes
+
+
+def short_attention(local: LocalSizes) -> bool:
+    """Return whether a layer's projections of attention, measured matmuls, are short: over tensor the weight gradients of experts, which
+    are ready, hide the exchanges at the end of what is not in the loop then, all of them together, and not each those of the next layer."""
+    flops = 2 * local.tokens * attention_matmul_parameters(local.model) // local.tensor
+    return flops <= SHORT_ATTENTION * max(UNROLLED, local.model.layer_period) // UNROLLED
 
 
 def pending_layers(layers: int) -> int:
@@ -150,10 +169,36 @@ def early_attention(local: LocalSizes) -> int:
     return 2 * attention(local) + local.query_bytes + 2 * local.key_bytes + 7 * local.stream_bytes
 
 
-def late_operands(local: LocalSizes, layers: int) -> int:
-    """Return the bytes that pending weight gradients are computed from at the end of the second turn over tensor, for turns of so many
-    layers, with the attention of the third turn: its inputs, and its projected results before they are scattered."""
-    return (layers + 1) * operands(local) + layers * (2 * local.stream_bytes + attention(local))
+def late_operands(turn: Turn) -> int:
+    """Return the bytes that pending weight gradients are computed from at the end of the second turn over tensor, with the attention of
+    the third turn: its inputs, and its projected results before they are scattered.
+
+    Where attention is short, or layers do not wait for their gradients, they begin one layer later.
+    """
+    local, layers = turn.local, turn.layers
+    waits = waiting(local.config, local.tensor, local.expert) != "nothing"
+    late = not (turn.program.measured_matmuls and waits) or short_attention(local)
+    return (layers + late) * operands(local) + layers * (2 * local.stream_bytes + attention(local))
+
+
+def in_first_turn(turn: Turn, saved_bytes: int) -> int:
+    """Return the bytes that are live in the last layer of the first turn, with one microbatch, where the turns before the loop compute
+    their attention again beside the loss: it depends on no gradient, and its inputs are in device memory; 0: it does.
+
+    Of each layer of these turns the gathered input of attention, queries, keys, values and the result, the block's input and attention's
+    update, sharded. The weight gradients of the turn begin after it; the gathered gradient of attention's update and that of the MLP's
+    input are there. The weights of the other two turns are gathered, of which the plan counts one. One kind's stack of block inputs is
+    copied, as the last turn's input is written into it while kernels still read it without. (Heaps of gpt-oss over fsdp=8 x tensor=2.)
+
+    saved_bytes: of all layers.
+    """
+    local, layers = turn.local, turn.layers
+    if turn.in_loop or waiting(local.config, local.tensor, local.expert) != "mlp" or local.config.compute.remat.offloads:
+        return 0
+    again = TURNS * layers * (local.stream_bytes + attention(local) + 2 * local.cut_stream_bytes)
+    weights = layers * local.gathered_layer_weights * local.matrix_itemsize
+    pending = layers * (operands(local) - attention(local) - 4 * local.stream_bytes)
+    return pending + current(local) + again + 2 * local.stream_bytes + weights + saved_bytes // layers
 
 
 def current(local: LocalSizes) -> int:

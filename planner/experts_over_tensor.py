@@ -10,7 +10,7 @@ a step does not fit into the device's memory, the scheduler does not do this. Si
 
 from __future__ import annotations
 
-from ridgeline.planner import eight_bits
+from ridgeline.planner import delayed_experts, eight_bits
 from ridgeline.planner.activations import NODE_DEVICES
 from ridgeline.planner.hardware import GpuProgram
 from ridgeline.planner.local import LocalSizes
@@ -56,24 +56,30 @@ def _keeps_update(local: LocalSizes) -> bool:
     return recomputes_experts(local) and not recomputed(local.model, local.config.compute.remat).attention_update
 
 
+def _between_nodes(local: LocalSizes) -> bool:
+    """Return whether tokens are exchanged between nodes."""
+    return local.tensor * local.expert > NODE_DEVICES
+
+
 def together(local: LocalSizes, program: GpuProgram) -> int:
     """Return how many layers' operands of weight gradients are live together before the loop.
 
-    In models with norms of queries and keys sums of these norms' gradients hide exchanges too. By constants two layers are then together
-    only where gate and up are computed again and tokens are exchanged over expert too. By measured times three are, as nothing but the
-    exchanges is long, unless these go between nodes and the weight gradients of the first layer hide one; with a capacity, thus measured
-    matmuls, one (read from seven heaps of Qwen3 30B and 235B, not derived; of an eighth, one microbatch over fsdp=8 x tensor=2 x expert=4,
-    two layers are live, and 22 % less is needed than planned).
+    By constants two; in models with norms of queries and keys, whose sums of these norms' gradients hide exchanges too, only where tokens
+    are exchanged over expert. By measured times, where experts are computed again after an exchange, three, as the kernels of experts hide
+    nothing: the weight gradients are as late as they can be. Two where the first layer's come before the third layer's experts: after long
+    matmuls of attention (`delayed_experts.short_attention`), and with a capacity, thus measured matmuls. With one microbatch also the
+    reduction of the unembedding's gradient is then in flight: it is so with norms of queries and keys, and where exchanges go between
+    nodes. With a capacity and norms of queries and keys one. (Heaps of Qwen3 30B and of Mixtral, not derived.)
     """
     if local.config.precision.eight_bit and not eight_bits.gathers_rows(local):
         return 1
     both = local.expert > 1 and recomputes_experts(local)
     if not program.measured_matmuls:
-        return 2 if both or not local.model.qk_norm else 1
+        return 2 if local.expert > 1 or not local.model.qk_norm else 1
     if not both or (capped(local) and local.model.qk_norm):
         return 1
-    within_node = local.tensor * local.expert <= NODE_DEVICES
-    return 3 if local.model.qk_norm and within_node and not _keeps_update(local) else 2
+    reduces = local.config.trainer.accumulation == 1 and (_between_nodes(local) or local.model.qk_norm)
+    return 2 if capped(local) or reduces or not delayed_experts.short_attention(local) else 3
 
 
 def first_is_computed(local: LocalSizes, program: GpuProgram) -> bool:
@@ -90,15 +96,21 @@ def in_experts(local: LocalSizes, program: GpuProgram) -> int:
 
     In the rows of the experts the inputs and the gradients of the results of all layers, and the parts by gate and by up. Of attention
     its inputs, the gradient of the first layer's update, queries or their gradients, keys, values and results; streams between blocks.
-    Where these are the first two layers, the final hidden states and the gradient of theirs are there too.
+    Where these are not the second and third layer, the final hidden states and the gradient of theirs are there too. Of three layers
+    within a node, without norms of queries and keys, attention's weight gradients of the first two are computed before. Between nodes
+    most is live when gate and up are computed again: the exchange that follows is long enough for the first layer's weight gradients, which
+    thus come before the gradients of the rows by gate and by up. (Heaps of Mixtral.)
     """
     model, layers = local.model, together(local, program)
     if local.config.precision.eight_bit:
         return eight_bits.in_pending_rows(local, layers)
     rows = (2 * layers + (2 if model.gated_mlp else 1)) * local.row_bytes + local.slot_bytes
-    heads = layers * (local.context_bytes + local.query_bytes + 2 * local.key_bytes)
-    heads += (layers + 1) * (local.query_bytes + local.key_bytes) if model.qk_norm else 0
-    streams = (layers + 1) * local.stream_bytes + 4 * local.cut_stream_bytes
+    if layers == 3 and _between_nodes(local):
+        rows = (2 * layers + 1) * local.row_bytes
+    attention = layers if layers < 3 or model.qk_norm or _between_nodes(local) else 1
+    heads = attention * (local.context_bytes + local.query_bytes + 2 * local.key_bytes)
+    heads += (attention + 1) * (local.query_bytes + local.key_bytes) if model.qk_norm else 0
+    streams = (attention + 1) * local.stream_bytes + 4 * local.cut_stream_bytes
     streams += 0 if first_is_computed(local, program) else local.stream_bytes + 2 * local.cut_stream_bytes
     return layers * hidden_activations(local, program) * local.hidden_bytes + rows + heads + streams
 

@@ -35,10 +35,22 @@ class ExpertsPeak(LiveBuffers):
 
         That is one over tensor and expert, or any where exchanges are counted with constants. Not looked at with latent attention.
         """
+        lasts = self.local.expert > 1 or not self.program.measured_matmuls
+        return lasts and self._over_tensor_wait and not self.local.latent_bytes
+
+    @property
+    def relays_in_attention(self) -> bool:
+        """Whether a stack is copied, if at all, in attention, when less is live than in experts that are recomputed when their gradient is
+        there (heaps of Mixtral, Qwen3 30B and DeepSeek V2 Lite over tensor). With a capacity it was not looked at (Qwen3 235B needs more).
+        """
+        return self._over_tensor_wait and not experts_over_tensor.capped(self.local)
+
+    @property
+    def _over_tensor_wait(self) -> bool:
+        """Whether experts over tensor, one layer in a turn, are recomputed only when their gradient is there."""
         local = self.local
-        alike = local.model.moe is not None and self.turn.layers == 1 and not local.latent_bytes and local.tensor > 1
-        lasts = local.expert > 1 or not self.program.measured_matmuls
-        return self.overlap and alike and lasts and waiting(local.config, local.tensor, local.expert) == "mlp"
+        alike = local.model.moe is not None and self.turn.layers == 1 and local.tensor > 1
+        return self.overlap and alike and waiting(local.config, local.tensor, local.expert) == "mlp"
 
     @property
     def delays_over_tensor(self) -> int:

@@ -116,7 +116,7 @@ class StepMemory(InLoss, AfterLayers, FirstNarrowExperts):
         narrow, dots = eight_bits.applies(local), local.config.compute.remat.policy == "dots"
         if self.turn.in_order:
             return self._start_in_order(0 if dots else relaid)
-        if self.experts_wait or self.experts_late or self.delays_over_tensor > 1:
+        if self.experts_wait or self.relays_in_attention or self.experts_late or self.delays_over_tensor > 1:
             relaid = 0  # copied, if at all, after the experts, when less is live
         pieces = ring_keeps_update(local) and not narrow
         late = narrow and not self.program.transposes_float8 and not again.attention_update
@@ -311,8 +311,7 @@ class StepMemory(InLoss, AfterLayers, FirstNarrowExperts):
         """As `first_layers`, with experts over tensor (planner/experts_over_tensor.py)."""
         local, program = self.local, self.program
         stacks, waiting = 0, 0
-        if experts_over_tensor.first_is_computed(local, program):
-            # by constants it has been reduced and written into the stacks of gradients
+        if experts_over_tensor.first_is_computed(local, program):  # by constants it has been reduced and stacked
             stacks = 0 if program.measured_matmuls else self.layer_gradients * self.stack_itemsize
             waiting = local.gathered_trained_weights * local.gradient_itemsize if program.measured_matmuls else 0
         points = {"its MLP": (experts_over_tensor.in_experts(local, program), stacks, waiting)}
@@ -325,7 +324,8 @@ class StepMemory(InLoss, AfterLayers, FirstNarrowExperts):
             "gradients": Component(gradients, "of the layers, in stacks that begin with the first gradients"),
             "accumulated_gradients": self.accumulated(),
             "parameter_copies": Component(
-                self.layout_copies() + self.gathered_layer(), "transposed parameters of attention out; gathered weights of one layer"
+                self.layout_copies() + (self.gathered_layer() if self.delays_over_tensor == DELAYED else 0),
+                "transposed parameters of attention out; of two layers the gathered weights of one",
             ),
             "working_activations": Component(
                 working, f"backward pass of a layer, at {where}, with inputs of its weight gradients and of those of layers before"
@@ -366,12 +366,12 @@ class StepMemory(InLoss, AfterLayers, FirstNarrowExperts):
         the third one has recomputed its attention, whose results are not yet scattered.
         """
         local = self.local
-        layer, parts = self.turn.trained_weights // self.turn.layers, 3 * local.stream_bytes
-        late = (delayed_experts.operands(local) + parts, delayed_experts.TURNS * self.turn.trained_weights - layer)
-        points = {"the last layer of the third turn": late}
+        trained, parts = self.turn.trained_weights, 3 * local.stream_bytes
+        layer = trained // self.turn.layers
+        points = {"the last layer of the third turn": (delayed_experts.operands(local) + parts, delayed_experts.TURNS * trained - layer)}
         if local.tensor > 1:
-            pending = delayed_experts.late_operands(local, self.turn.layers)
-            points["the last layer of the second turn"] = (pending + parts, self.turn.trained_weights - layer)
+            points["the last layer of the first turn"] = (delayed_experts.in_first_turn(self.turn, self.saved.bytes), 0)
+            points["the last layer of the second turn"] = (delayed_experts.late_operands(self.turn) + parts, trained - layer)
         where, (working, waiting) = max(points.items(), key=lambda point: point[1][0] + point[1][1] * local.gradient_itemsize)
         return {
             "activations": self.saved,

@@ -683,6 +683,7 @@ CLOSE = {
     ("models/mixtral-8x7b", "full", "dgx-a100", "tensor"): {START: 0.025, WHOLE: 0.015},
     ("models/mixtral-8x7b", "full", "", "tensor"): {START: 0.012, WHOLE: 0.03},
     ("models/qwen3-30b-a3b", "full", "", "tensor"): {START: 0.012, WHOLE: 0.04},
+    ("models/qwen3-30b-a3b", "dots", "gb200-nvl72", "tensor"): {START: 0.012, BACKWARD: 0.012, WHOLE: 0.012},
     ("models/qwen3-235b-a22b", "full", "dgx-b200", "tensor"): {BACKWARD: 0.045, WHOLE: 0.025},
     ("models/mixtral-8x7b", "names", "dgx-h200", "tensor"): {START: 0.012, WHOLE: 0.012},
     ("models/mixtral-8x7b", "attention-only", "dgx-b200", "tensor"): {BACKWARD: 0.02, WHOLE: 0.02},
