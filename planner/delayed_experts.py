@@ -25,7 +25,7 @@ TURNS = 3
 LONG_GATHER = 2**28
 """Bytes that a device receives in an exchange from which weight gradients are delayed over it beside the recomputation of the MLP.
 
-Bounds from heaps: so with 470 MB (Qwen3 30B, expert=8) and 805 MB (Mixtral, expert=4), not with 134 MB (Qwen3 30B and V2 Lite, expert=2).
+Bounds from heaps: so with 268 MB (Mixtral, expert=2) and more, not with 134 MB (Qwen3 30B and V2 Lite, expert=2).
 """
 
 
@@ -40,11 +40,14 @@ over tensor=2, 65,536 tokens). In turns of four layers twice as much: so with 2.
 def delays_turns(local: LocalSizes) -> bool:
     """Return whether the gradients of two turns and a half are pending together; not where those of a turn are reduced within it.
 
-    In 8 bits so with any exchange (heap of Llama 4 Scout with a capacity, tensor=2, expert=2).
+    So with all_to_all, and where MLPs wait for gradients and tokens are gathered for half as long as `LONG_GATHER` or longer: with 283 MB
+    (gpt-oss, expert=4); with 165 MB (expert=8) those of a turn and a half (`pending_turns`); not with 47 MB (expert=2). In 8 bits so with
+    any exchange (heap of Llama 4 Scout with a capacity, tensor=2, expert=2).
     """
     sums_twice = local.data * local.context > 1
     narrow = local.model.moe is not None and local.config.precision.eight_bit
-    return (local.sends_uncapped or narrow) and local.fsdp > 1 and not sums_twice and not local.adapted
+    waits = waiting(local.config, local.tensor, local.expert) == "mlp" and 2 * _gathered_uncapped(local) > LONG_GATHER
+    return (local.sends_uncapped or narrow or waits) and local.fsdp > 1 and not sums_twice and not local.adapted
 
 
 def delays_in_loop(local: LocalSizes) -> bool:
@@ -72,8 +75,33 @@ def sends_capped(local: LocalSizes) -> bool:
 def delays_beside_gathers(local: LocalSizes) -> bool:
     """Return whether the weight gradients of the first layers are delayed although MLPs wait for gradients: where experts have no capacity,
     and what a device gathers of tokens takes long (`LONG_GATHER`). With a capacity they are not; over tensor it was not looked at."""
-    uncapped = local.config.compute.experts.capacity_factor is None and local.expert > 1 and local.tensor == 1
-    return uncapped and local.slot_bytes * (local.expert - 1) // local.expert > LONG_GATHER
+    return _gathered_uncapped(local) >= LONG_GATHER
+
+
+def _gathered_uncapped(local: LocalSizes) -> int:
+    """Return the bytes of tokens that a device gathers over expert without a capacity; 0 over tensor."""
+    uncapped = local.config.compute.experts.capacity_factor is None and local.tensor == 1
+    return local.slot_bytes * (local.expert - 1) // local.expert if uncapped else 0
+
+
+def in_first_layers(local: LocalSizes, operands: int) -> int:
+    """Return the bytes that are live in a layer before the loop that is not over tensor, with operands of earlier weight gradients; 0 where
+    it is as with any other experts.
+
+    Where tokens are gathered over expert, in the second and in the third layer those of one layer wait, and of the current one its own are
+    there, the parts of the rows' gradients by gate and by up, and their sum in slots (heaps of Mixtral and Qwen3 30B, with `full`, `dots`,
+    `attention-only` and values in host memory). Where each device has all experts and latent attention is computed again, those of two
+    layers wait in the third one (heaps of DeepSeek V2 Lite).
+
+    operands: bytes of the operands of the weight gradients of one layer.
+    """
+    experts, rows = local.config.compute.experts, 2 * local.row_bytes
+    if experts.capacity_factor is not None:
+        return 0
+    if exchange_method(local.model.moe, experts, {"expert": local.expert}) == "gather":
+        return 2 * (operands + rows) + rows + local.slot_bytes
+    again = POLICIES[local.config.compute.remat.policy].recomputes_block
+    return 3 * (operands + rows) + rows if local.expert == 1 and local.latent_bytes and again else 0
 
 
 def fetches_within_layers(local: LocalSizes) -> bool:
@@ -136,6 +164,26 @@ def operands(local: LocalSizes, *, cut: bool = False) -> int:
     narrow = hidden + gates * shared + 2 * local.row_bytes + 2 * local.stream_bytes + 2 * attention
     of_norm = (4 // local.compute_itemsize + 1) * local.cut_stream_bytes
     return narrow // local.compute_itemsize + 2 * local.stream_bytes + of_norm + normed + local.query_bytes
+
+
+def pending_turns(local: LocalSizes, layers: int) -> int:
+    """Return the layers whose weight gradients are pending where `delays_turns`, the current one included, for turns of so many."""
+    long = local.sends_uncapped or delays_beside_gathers(local)
+    return pending_layers(layers) if long else pending_in_loop(layers)
+
+
+def pending_operands(local: LocalSizes, layers: int, padded: int) -> int:
+    """Return the bytes that the pending weight gradients of so many layers before the loop are computed from.
+
+    Where tokens are gathered, those of attention are computed before the next layer (heap of gpt-oss, expert=4). Shorter gathers end
+    while biases have their gradients (expert=8).
+
+    padded: gradients of gate and up in whole tiles, for those of biases.
+    """
+    if local.sends_uncapped:
+        return layers * operands(local)
+    of_attention = (layers - 1) * (attention(local) + 4 * local.stream_bytes)
+    return layers * operands(local) - of_attention + (0 if delays_beside_gathers(local) else padded)
 
 
 def attention(local: LocalSizes) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ridgeline.planner import delayed_experts, experts_over_tensor
-from ridgeline.planner.activations import offloads_inputs
 from ridgeline.planner.live_buffers import LiveBuffers
 from ridgeline.planner.recompute import waiting
 
@@ -28,6 +27,37 @@ class ExpertsPeak(LiveBuffers):
         """
         waits = self.experts_wait and experts_over_tensor.applies(self.local) and not self.local.config.precision.eight_bit
         return waits or (self.overlap and experts_over_tensor.late(self.local, self.program))
+
+    @property
+    def plain_experts(self) -> bool:
+        """Whether layers, one in a turn, have trained experts with 16-bit matmuls that are not over tensor."""
+        local = self.local
+        trained = local.model.moe is not None and not local.adapted
+        return self.overlap and trained and self.turn.layers == 1 and local.tensor == 1 and local.config.precision.matmul == "compute"
+
+    @property
+    def groups_rows(self) -> bool:
+        """Whether these are grouped matmuls, as experts have no capacity."""
+        return self.plain_experts and self.local.config.compute.experts.capacity_factor is None
+
+    @property
+    def gathers_after_mlp(self) -> bool:
+        """Whether the gathers of the next layer's weights begin after the MLP of a layer with experts: what follows covers them.
+
+        With values in host memory they begin before it, as there is less: the next layer waits for these copies. Where a device has few
+        tokens they begin before it too, but then the end of the layer, with all weight gradients, needs more. Not looked at in a ring.
+        """
+        return self.plain_experts and not self.local.config.compute.remat.offloads and not self.local.ring
+
+    @property
+    def activates_in_place(self) -> bool:
+        """Whether a kernel writes the gradients of gate and up and the input of down to the place of gate, up and that input's gradient.
+
+        So where grouped matmuls without a capacity are kernels of their own. With all_to_all it is another point; latent attention and GPUs
+        before Hopper were not looked at.
+        """
+        local = self.local
+        return self.groups_rows and not local.sends_uncapped and not local.latent_bytes and self.program.adds_bfloat16
 
     @property
     def experts_wait(self) -> bool:
@@ -63,25 +93,45 @@ class ExpertsPeak(LiveBuffers):
 
         matrices: gathered weights. streams: residual streams in the MLP. mask: of packed documents. at_start: in the layer that is first.
         """
-        if not self.overlap or self.local.model.moe is None or self.local.adapted:
+        local = self.local
+        if not self.overlap or local.model.moe is None or local.adapted:
             return []
         if self.turn.layers > 1:
             return self._of_pending_turns(mask, at_start=at_start)
-        return [*self._rows_by_gate_and_up(matrices, streams, mask), *(self._after_attention(mask) if at_start else [])]
+        points = [*self._rows_by_gate_and_up(matrices, streams, mask), *(self._after_attention(mask) if at_start else [])]
+        if self.activates_in_place:
+            # before that kernel: gate, up, and the gradient of the input of down, whose matrix has just been read
+            hidden = 3 * local.hidden_bytes + 2 * local.row_bytes
+            points.append(("its MLP", hidden, streams * local.stream_bytes, matrices + local.mlp_matrix * local.matrix_itemsize, 0, mask))
+        return points
+
+    def at_end_of_experts(self, waiting: int, mask: int) -> list[Point]:
+        """Return the points at the end of a layer where the weight gradients of its experts come last, that of down or that of up.
+
+        Operands are left of the one that is computed, and of the one after it. (Heaps of Mixtral and Qwen3 30B; with latent attention those
+        of shared experts come earlier.)
+
+        waiting: unsharded gradients of the layer.
+        """
+        local = self.local
+        if not self.plain_experts or local.latent_bytes:
+            return []
+        rows, streams = local.hidden_bytes + local.row_bytes, 3 * local.stream_bytes
+        before = waiting - local.mlp_matrix * local.gradient_itemsize
+        return [("its end", rows, streams, 0, waiting, mask), ("its end", 2 * rows, streams, 0, before, mask)]
 
     def _rows_by_gate_and_up(self, matrices: int, streams: int, mask: int) -> list[Point]:
         """Return the point in the experts of a layer where the gradients of their rows by gate and by up are summed into slots.
 
         Beside them are the inputs and the gradients of the results, and of the hidden activations the gradients of gate and up and the
         input of down. It is the peak where rows are wider than hidden activations. Over tensor and with all_to_all it is another one.
-        (Heaps of DeepSeek V2 Lite and Qwen3 30B.)
+        (Heaps of DeepSeek V2 Lite and Qwen3 30B, also over data.)
 
         matrices: gathered weights. streams: residual streams in the MLP; `backward` adds one in float32.
         """
         local = self.local
-        early = self.reduces_in_turn and not offloads_inputs(local)  # weight gradients of down
         sends = local.sends_uncapped or delayed_experts.sends_capped(local)
-        if sends or local.tensor > 1 or early or not self.program.adds_bfloat16:
+        if sends or local.tensor > 1:
             return []
         others = streams * local.stream_bytes - 4 * local.tokens * local.model.embed_dim + self._zeros_of_ring()
         return [("its MLP", 3 * local.hidden_bytes + 4 * local.row_bytes + local.slot_bytes, others, matrices, 0, mask)]

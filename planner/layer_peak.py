@@ -24,11 +24,13 @@ SLOTS_IN_FLIGHT = 2
 class LayerPeak(MlpPeak):
     """What is live in the backward pass of a layer of a step of these sizes."""
 
-    def peak_in_layer(self, together: int, more: int, streams: int, *, at_start: bool) -> tuple[str, int, int, int, int, int]:
+    def peak_in_layer(
+        self, together: int, more: int, streams: int, next_layer: int, *, at_start: bool
+    ) -> tuple[str, int, int, int, int, int]:
         """Return the point of a layer's backward pass with most memory, and there: hidden activations, streams, gathered weights, gradients
         before their reduction, and attention's workspace.
 
-        streams: residual streams in its MLP.
+        streams: residual streams in its MLP. next_layer: gathered weights of the next layer, which `backward` adds wherever the point is.
         """
         local = self.local
         hidden, stream = local.hidden_bytes, local.stream_bytes
@@ -79,7 +81,7 @@ class LayerPeak(MlpPeak):
         if offloads_inputs(local) and (local.ring or local.model.moe is None):
             early = 0 if local.ring else gates
         delayed = together * self.turn.before_weight_gradients() // self.turn.layers
-        matrices = 2 * local.mlp_matrix * local.matrix_itemsize
+        matrices = 2 * local.mlp_matrix * local.matrix_itemsize - (next_layer if self.gathers_after_mlp else 0)
         at_mlp += self._reads_hidden_from_host
         ring = self._mlp_in_ring(at_start=at_start)
         over_tensor = [(ring[0], ring[1])] if ring else self._mlp_from_host_over_tensor(at_start=at_start)
@@ -97,6 +99,7 @@ class LayerPeak(MlpPeak):
             *self._weight_gradients_after_attention(attention, at_start=at_start),
             *([] if at_start else self._sum_by_projections(attention)),
             ("its end", hidden, at_end * stream, 0, waiting + more, mask),
+            *self.at_end_of_experts(waiting, mask),
             *([("its end", delayed, 0, 0, more, mask)] if self.turn.layers > 1 and recomputes else []),
             *self._mlp_after_others(together, (at_mlp + slices) * hidden, down, mask, at_start=at_start),
             *(self._attention_in_order(together) if at_start else []),

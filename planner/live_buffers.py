@@ -342,7 +342,7 @@ class LiveBuffers:
         """
         several = self.turn.layers > 1 and self.reduces_in_turn
         ordered = self.turn.in_order and not self.local.model.tie_embeddings
-        sends = self.turn.layers > 1 and delayed_experts.delays_turns(self.local)
+        sends = self.turn.layers > 1 and self.local.sends_uncapped and delayed_experts.delays_turns(self.local)
         early = self.delays_experts or several or ordered or sends or self.scatters_scaled
         loops = self.in_loop and not (self.delays_experts and self.local.context > 1 and self.data == 1)
         return early and self.reduced and not loops and self.local.model.latent_attention is None

@@ -243,6 +243,8 @@ class MlpPeak(ExpertsPeak):
         inputs and the gradients of their results; then gate and up are gone, and the gradients of the rows by both are there too.
         """
         local = self.local
+        if self.activates_in_place:
+            return []  # `in_experts` has its points
         if not (self.overlap and local.sends_uncapped):
             return [at_mlp * local.hidden_bytes]
         return [at_mlp * local.hidden_bytes - local.row_bytes, min(3, at_mlp) * local.hidden_bytes + local.row_bytes]

@@ -68,9 +68,9 @@ class StepMemory(InLoss, AfterLayers, FirstNarrowExperts):
             if self.reduces_at_end:
                 points["reductions after the layers"] = self.reductions_after_layers()
         if self.delays_experts:
-            # over context their gradients are summed too, and are not delayed
+            # where gradients are summed over data or context too, one layer is not in the loop: it waits for them as those in the loop do
             waits = self.waits and not delayed_experts.delays_beside_gathers(self.local)
-            delayed = self.local.context == 1 and not waits and not self.experts_late and not delayed_experts.sends_capped(self.local)
+            delayed = not self.reduces_in_turn and not waits and not self.experts_late and not delayed_experts.sends_capped(self.local)
             if self.delays_over_tensor > 1:
                 points["first layers of the backward pass"] = self.first_layers_over_tensor()
             elif delayed and (self.reduces_table_early or not delayed_experts.fetches_within_layers(self.local)):
@@ -210,29 +210,30 @@ class StepMemory(InLoss, AfterLayers, FirstNarrowExperts):
             second |= {"gradients": Component(reduced, "of a turn: the stacks begin with the loop")}
         return max(first, second, key=lambda parts: sum(part.bytes for part in parts.values()))
 
-    def backward(self, *, relaid: int = 0, late: bool = False, layers: int | None = None, at_end: int = 0, delayed: int = 0) -> Components:
+    def backward(
+        self, *, relaid: int = 0, late: bool = False, layers: int | None = None, at_end: int = 0, delayed: int = 0, last: bool = False
+    ) -> Components:
         """Return what is live in the backward pass of a layer: in its MLP, in its attention or at its end, whichever is most.
 
         relaid: bytes of a saved value that is copied to another layout. late: gradients of the previous layer are still being reduced.
         layers: at the start, those whose weight gradients are computed together, or in order are pending; None: those of a turn. at_end:
-        further bytes at the end of the layer.
-        delayed: from which weight gradients of other layers are computed later.
+        further bytes at the end of the layer. delayed: of other layers' later weight gradients. last: no next layer is gathered.
         """
         local = self.local
         at_start = layers is not None
         together = layers if layers is not None else self.turn.pending if self.turn.in_order else self.turn.delayed(1)
         # the input of the next layer's MLP is not gathered where it waits for a gradient; while a stack is copied that of the loss is there
         in_mlp = STREAMS_IN_FLIGHT - int(self.waits and local.tensor > 1 and not relaid)
-        where, hidden, streams, copies, waiting, workspace = self.peak_in_layer(together, at_end, in_mlp, at_start=at_start)
         cotangent = 4 * local.tokens * local.model.embed_dim // local.tensor
         gradients = self.layer_gradients * self.stack_itemsize
-        next_layer = self.next_layer_weights() if self.overlap else 0
+        next_layer = self.next_layer_weights() if self.overlap and not last else 0
         if next_layer and self.turn.in_order and at_start and not (self.pipelines_twice and together > self.turn.pending):
             next_layer = self.gathered_layer()
+        where, hidden, streams, copies, waiting, workspace = self.peak_in_layer(together, at_end, in_mlp, next_layer, at_start=at_start)
         copies += self.turn.kept_parameters()
         waiting += self.turn.gradients_left_over()
         # the block's input comes from host memory into a buffer of its own
-        streams += (local.cut_stream_bytes if offloads_inputs(local) else 0) + self.outside.activations
+        streams += local.cut_stream_bytes * offloads_inputs(local) + self.outside.activations
         hidden += self.turn.slices_of_kept(self.saved.bytes) + self.turn.zeroed_slots()
         reducing = self.turn.trained_weights * local.gradient_itemsize if late and self.reduced else 0
         if reducing and (self.reduces_in_turn or self.scatters_scaled):
@@ -291,6 +292,8 @@ class StepMemory(InLoss, AfterLayers, FirstNarrowExperts):
         if local.tensor > 1 and reduces and not capacity:
             delayed -= local.hidden_bytes + 2 * local.row_bytes
         working = delayed + 2 * local.row_bytes + SLOTS_IN_FLIGHT * local.slot_bytes + STREAMS_IN_FLIGHT * local.stream_bytes
+        if self.plain_experts:
+            working = delayed_experts.in_first_layers(local, self.turn.before_weight_gradients()) or working
         working = self.in_first_narrow_layers() or working
         working += self.turn.zeroed_slots() if local.model.moe_layers > DELAYED else 0  # of the layers to come
         working += self.recomputed_attention() + self.outside.activations
@@ -340,8 +343,8 @@ class StepMemory(InLoss, AfterLayers, FirstNarrowExperts):
         """Return what is live in the third turn of layers with experts, which is not in the loop (planner/delayed_experts.py)."""
         local = self.local
         short = not self.waits and not local.config.precision.eight_bit
-        layers = (delayed_experts.pending_in_loop if short else delayed_experts.pending_layers)(self.turn.layers)
-        pending = layers * delayed_experts.operands(local)
+        layers = delayed_experts.pending_in_loop(self.turn.layers) if short else delayed_experts.pending_turns(local, self.turn.layers)
+        pending = delayed_experts.pending_operands(local, layers, self.turn.padded_gradients())
         if short:  # the next turn has computed its attention again, and written the zeros of its exchanges
             pending += self.turn.layers * (delayed_experts.attention(local) + 2 * local.stream_bytes) + self.turn.zeros_of_turn
         return {
@@ -418,8 +421,9 @@ class StepMemory(InLoss, AfterLayers, FirstNarrowExperts):
         if eight_bits.of_experts(local):
             in_mlp = self.in_narrow_experts()
         in_mlp += delayed_experts.next_attention(local) + delayed_experts.fetched_early(local)
-        # Latent attention of the next layer, or one with values in host memory, needs its weights while the gradients of this one wait.
-        early = latent or narrow or delayed_experts.fetches_within_layers(local)
+        # Latent attention of the next layer, or one with values in host memory, needs its weights while the gradients of this one wait; and
+        # XLA has no times for grouped matmuls, by which they would cover that gather.
+        early = latent or narrow or delayed_experts.fetches_within_layers(local) or self.groups_rows
         gathered, streams = self.gathered_layer() + self.outside.weights, 5 if latent else 3
         points = {
             **({} if narrow else {"its MLP": (in_mlp, gathered, (before - (covers and before > 1)) * layer)}),
@@ -451,7 +455,7 @@ class StepMemory(InLoss, AfterLayers, FirstNarrowExperts):
         """
         local = self.local
         tables = 0 if local.adapted else 2 * local.table // self.sharded.fsdp * local.gradient_itemsize
-        point = self.backward(at_end=self.turned_gradients() + tables)
+        point = self.backward(at_end=self.turned_gradients() + tables, last=True)
         mlp = sum(
             layers * count * size
             for layers, kind in local.layer_kinds
@@ -459,19 +463,15 @@ class StepMemory(InLoss, AfterLayers, FirstNarrowExperts):
             if size == kind.hidden_bytes
         )
         kept = Component(self.saved.bytes - mlp, "of attention, and inputs of the blocks; those of the MLPs are freed")
-        copies, collectives = point["parameter_copies"], point["collective_buffers"]
+        collectives = point["collective_buffers"]
         if offloads_inputs(local) and self.reduced and self.turn.layers == 1:
             before = local.gathered_trained_weights * local.gradient_itemsize
             collectives = Component(collectives.bytes + before, f"{collectives.assumption}, and those of the layer before")
-        remat = local.config.compute.remat
-        if remat.policy == "names" and "attention_out" in remat.names:
+        if (remat := local.config.compute.remat).policy == "names" and "attention_out" in remat.names:
             # attention's update is read before the MLP, and is freed with those of the MLPs
             kept = Component(kept.bytes - local.model.num_layers * local.cut_stream_bytes, kept.assumption)
         return point | {
             "activations": kept,
-            "parameter_copies": Component(
-                copies.bytes - self.next_layer_weights(), copies.assumption.replace(", also those of the next layer", "")
-            ),
             "loss": self.reduced_early() if (self.turn.layers > 1 or self.scatters_scaled) and self.reduces_table_early else point["loss"],
             "collective_buffers": collectives,
         }
