@@ -61,7 +61,7 @@ class StepMemory(InLoss, AfterLayers):
         if self.delays_experts:
             # over context their gradients are summed too, and are not delayed
             waits = self.waits and not delayed_experts.delays_beside_gathers(self.local)
-            delayed = self.local.context == 1 and not waits and not self.experts_late and not delayed_experts.sends_capped(self.local)
+            delayed = self.local.context == 1 and not waits and not self.experts_late and not delayed_experts.covered_early(self.local)
             if self.delays_over_tensor > 1:
                 points["first layers of the backward pass"] = self.first_layers_over_tensor()
             elif delayed and (self.reduces_table_early or not delayed_experts.fetches_within_layers(self.local)):
