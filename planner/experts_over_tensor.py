@@ -82,9 +82,12 @@ def together(local: LocalSizes, program: GpuProgram) -> int:
         return 1
     both, in_loop = local.expert > 1 and recomputes_experts(local), local.config.trainer.accumulation > 1
     if not program.measured_matmuls:
-        return 2 if local.expert > 1 or not local.model.qk_norm else 1
+        again = local.expert > 1 and (recomputes_experts(local) or not local.config.precision.eight_bit)
+        return 2 if again or not local.model.qk_norm else 1
     if not both or (capped(local) and local.model.qk_norm):
         return 1
+    if local.config.precision.eight_bit:  # attention's matmuls are shorter, and were not looked at
+        return 3 if local.model.qk_norm and not _between_nodes(local) and not _keeps_update(local) else 2
     long = not delayed_experts.short_attention(local, NORMED if local.model.qk_norm and not in_loop else 1)
     return 2 if capped(local) or long or (_between_nodes(local) and not in_loop) else 3
 
@@ -104,16 +107,15 @@ def in_experts(local: LocalSizes, program: GpuProgram) -> int:
     In the rows of the experts the inputs and the gradients of the results of all layers, and the parts by gate and by up. Of attention
     its inputs, the gradient of the first layer's update, queries or their gradients, keys, values and results; streams between blocks.
     Where these are not the second and third layer, the final hidden states and the gradient of theirs are there too. Of three layers
-    within a node, without norms of queries and keys, attention's weight gradients of the first two and of the final norm are computed
-    before. Between nodes, where hidden activations are wider than rows, most is live when gate and up are computed again: the exchange that
-    follows is long enough for the first layer's weight gradients, which come before the gradients of the rows by gate and by up then.
-    (Heaps of Mixtral, not of Qwen3 30B.)
+    without norms of queries and keys, within a node attention's weight gradients of the first two and of the final norm are computed
+    before; between nodes most is live when gate and up are computed again: the exchange that follows is long enough for the first layer's
+    weight gradients, which come before the gradients of the rows by gate and by up then. (Heaps of Mixtral, not of Qwen3 30B.)
     """
     model, layers = local.model, together(local, program)
     if local.config.precision.eight_bit:
         return eight_bits.in_pending_rows(local, layers)
     rows = (2 * layers + (2 if model.gated_mlp else 1)) * local.row_bytes + local.slot_bytes
-    if layers == 3 and _between_nodes(local) and local.hidden_bytes > local.row_bytes:
+    if layers == 3 and _between_nodes(local) and not model.qk_norm:
         rows = (2 * layers + 1) * local.row_bytes
     attention = layers if layers < 3 or model.qk_norm or _between_nodes(local) else 1
     heads = attention * (local.context_bytes + local.query_bytes + 2 * local.key_bytes)
