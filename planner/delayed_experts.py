@@ -72,6 +72,16 @@ def sends_capped(local: LocalSizes) -> bool:
     return exchange_method(local.model.moe, experts, {"expert": local.expert}) == "all_to_all" and experts.capacity_factor is not None
 
 
+def covered_early(local: LocalSizes) -> bool:
+    """Return whether the weight gradients of single layers before the loop are plain matmuls that are computed within their layer.
+
+    So where they `sends_capped`; with latent attention over tensor with any exchange, beside the loops over attention's chunks (heaps of
+    DeepSeek V2 Lite with a capacity on A100s and H100s, `none`).
+    """
+    latent = local.config.compute.experts.capacity_factor is not None and local.latent_bytes > 0 and local.tensor > 1
+    return latent or sends_capped(local)
+
+
 def delays_beside_gathers(local: LocalSizes) -> bool:
     """Return whether the weight gradients of the first layers are delayed although MLPs wait for gradients: where experts have no capacity,
     and what a device gathers of tokens takes long (`LONG_GATHER`). With a capacity they are not; over tensor it was not looked at."""
@@ -122,10 +132,13 @@ def fetched_early(local: LocalSizes) -> int:
     return 0 if shared or not fetches_within_layers(local) else len({"mlp_gate", "mlp_up"}.intersection(remat.names)) * local.hidden_bytes
 
 
-def short_attention(local: LocalSizes) -> bool:
+def short_attention(local: LocalSizes, weight: int = 1) -> bool:
     """Return whether a layer's projections of attention, measured matmuls, are short: over tensor the weight gradients of experts, which
-    are ready, hide the exchanges at the end of what is not in the loop then, all of them together, and not each those of the next layer."""
-    flops = 2 * local.tokens * attention_matmul_parameters(local.model) // local.tensor
+    are ready, hide the exchanges at the end of what is not in the loop then, all of them together, and not each those of the next layer.
+
+    weight: of a layer's FLOPs.
+    """
+    flops = 2 * weight * local.tokens * attention_matmul_parameters(local.model) // local.tensor
     return flops <= SHORT_ATTENTION * max(UNROLLED, local.model.layer_period) // UNROLLED
 
 

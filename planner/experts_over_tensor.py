@@ -16,6 +16,12 @@ from ridgeline.planner.hardware import GpuProgram
 from ridgeline.planner.local import LocalSizes
 from ridgeline.planner.recompute import recomputed
 
+NORMED = 3
+"""By which attention's matmuls are long sooner with norms of queries and keys and one microbatch.
+
+Bounds from heaps of Qwen3 30B over tensor=2 x expert=4: three layers with 0.31e12 FLOPs (16,384 tokens), two with 0.62e12 (32,768).
+"""
+
 
 def applies(local: LocalSizes) -> bool:
     """Return whether alike layers with experts run over tensor; block-scaled matmuls and 8-bit ones with all_to_all were not looked at."""
@@ -68,18 +74,22 @@ def together(local: LocalSizes, program: GpuProgram) -> int:
     are exchanged over expert. By measured times, where experts are computed again after an exchange, three, as the kernels of experts hide
     nothing: the weight gradients are as late as they can be. Two where the first layer's come before the third layer's experts: after long
     matmuls of attention (`delayed_experts.short_attention`), and with a capacity, thus measured matmuls. With one microbatch also the
-    reduction of the unembedding's gradient is then in flight: it is so with norms of queries and keys, and where exchanges go between
-    nodes. With a capacity and norms of queries and keys one. (Heaps of Qwen3 30B and of Mixtral, not derived.)
+    reduction of the unembedding's gradient is then in flight: it is so where exchanges go between nodes, and with norms of queries and keys
+    already after shorter matmuls (`NORMED`). With a capacity and norms of queries and keys one. (Heaps of Qwen3 30B and of Mixtral, not
+    derived.)
     """
     if local.config.precision.eight_bit and not eight_bits.gathers_rows(local):
         return 1
-    both = local.expert > 1 and recomputes_experts(local)
+    both, in_loop = local.expert > 1 and recomputes_experts(local), local.config.trainer.accumulation > 1
     if not program.measured_matmuls:
-        return 2 if local.expert > 1 or not local.model.qk_norm else 1
+        again = local.expert > 1 and (recomputes_experts(local) or not local.config.precision.eight_bit)
+        return 2 if again or not local.model.qk_norm else 1
     if not both or (capped(local) and local.model.qk_norm):
         return 1
-    reduces = local.config.trainer.accumulation == 1 and (_between_nodes(local) or local.model.qk_norm)
-    return 2 if capped(local) or reduces or not delayed_experts.short_attention(local) else 3
+    if local.config.precision.eight_bit:  # attention's matmuls are shorter, and were not looked at
+        return 3 if local.model.qk_norm and not _between_nodes(local) and not _keeps_update(local) else 2
+    long = not delayed_experts.short_attention(local, NORMED if local.model.qk_norm and not in_loop else 1)
+    return 2 if capped(local) or long or (_between_nodes(local) and not in_loop) else 3
 
 
 def first_is_computed(local: LocalSizes, program: GpuProgram) -> bool:
@@ -97,21 +107,21 @@ def in_experts(local: LocalSizes, program: GpuProgram) -> int:
     In the rows of the experts the inputs and the gradients of the results of all layers, and the parts by gate and by up. Of attention
     its inputs, the gradient of the first layer's update, queries or their gradients, keys, values and results; streams between blocks.
     Where these are not the second and third layer, the final hidden states and the gradient of theirs are there too. Of three layers
-    within a node, without norms of queries and keys, attention's weight gradients of the first two are computed before. Between nodes
-    most is live when gate and up are computed again: the exchange that follows is long enough for the first layer's weight gradients, which
-    thus come before the gradients of the rows by gate and by up. (Heaps of Mixtral.)
+    without norms of queries and keys, within a node attention's weight gradients of the first two and of the final norm are computed
+    before; between nodes most is live when gate and up are computed again: the exchange that follows is long enough for the first layer's
+    weight gradients, which come before the gradients of the rows by gate and by up then. (Heaps of Mixtral, not of Qwen3 30B.)
     """
     model, layers = local.model, together(local, program)
     if local.config.precision.eight_bit:
         return eight_bits.in_pending_rows(local, layers)
     rows = (2 * layers + (2 if model.gated_mlp else 1)) * local.row_bytes + local.slot_bytes
-    if layers == 3 and _between_nodes(local):
+    if layers == 3 and _between_nodes(local) and not model.qk_norm:
         rows = (2 * layers + 1) * local.row_bytes
     attention = layers if layers < 3 or model.qk_norm or _between_nodes(local) else 1
     heads = attention * (local.context_bytes + local.query_bytes + 2 * local.key_bytes)
     heads += (attention + 1) * (local.query_bytes + local.key_bytes) if model.qk_norm else 0
     streams = (attention + 1) * local.stream_bytes + 4 * local.cut_stream_bytes
-    streams += 0 if first_is_computed(local, program) else local.stream_bytes + 2 * local.cut_stream_bytes
+    streams += 0 if first_is_computed(local, program) or attention < layers else local.stream_bytes + 2 * local.cut_stream_bytes
     return layers * hidden_activations(local, program) * local.hidden_bytes + rows + heads + streams
 
 

@@ -70,7 +70,7 @@ class StepMemory(InLoss, AfterLayers, FirstNarrowExperts):
         if self.delays_experts:
             # where gradients are summed over data or context too, one layer is not in the loop: it waits for them as those in the loop do
             waits = self.waits and not delayed_experts.delays_beside_gathers(self.local)
-            delayed = not self.reduces_in_turn and not waits and not self.experts_late and not delayed_experts.sends_capped(self.local)
+            delayed = not self.reduces_in_turn and not waits and not self.experts_late and not delayed_experts.covered_early(self.local)
             if self.delays_over_tensor > 1:
                 points["first layers of the backward pass"] = self.first_layers_over_tensor()
             elif delayed and (self.reduces_table_early or not delayed_experts.fetches_within_layers(self.local)):
