@@ -94,7 +94,7 @@ def _gathered_uncapped(local: LocalSizes) -> int:
     return local.slot_bytes * (local.expert - 1) // local.expert if uncapped else 0
 
 
-def in_first_layers(local: LocalSizes, operands: int) -> int:
+def in_first_layers(local: LocalSizes, operands: int, *, at_once: bool) -> int:
     """Return the bytes that are live in a layer before the loop that is not over tensor, with operands of earlier weight gradients; 0 where
     it is as with any other experts.
 
@@ -103,9 +103,11 @@ def in_first_layers(local: LocalSizes, operands: int) -> int:
     `attention-only` and values in host memory). Where each device has all experts and latent attention is computed again, those of two
     layers wait in the third one (heaps of DeepSeek V2 Lite).
 
-    operands: bytes of the operands of the weight gradients of one layer.
+    operands: bytes of the operands of the weight gradients of one layer. at_once: the layers compute their attention again together.
     """
     experts, rows = local.config.compute.experts, 2 * local.row_bytes
+    if at_once:
+        return _beside_attention(local)
     if experts.capacity_factor is not None:
         return 0
     if exchange_method(local.model.moe, experts, {"expert": local.expert}) == "gather":
@@ -228,6 +230,13 @@ def early_attention(local: LocalSizes) -> int:
     of attention and of the MLP, of one that of attention. (Heap of Qwen3 30B on A100.)
     """
     return 2 * attention(local) + local.query_bytes + 2 * local.key_bytes + 7 * local.stream_bytes
+
+
+def _beside_attention(local: LocalSizes) -> int:
+    """Return the bytes that are live in the experts of the layer that comes first, beside the attention of three layers with values from
+    host memory: of the next layer gate or up too, and its gathered tokens. (Heap of Qwen3 30B on A100.)"""
+    rows = 3 * local.hidden_bytes + 4 * local.row_bytes + 2 * local.slot_bytes + fetched_early(local)
+    return rows + early_attention(local) + attention(local) + 2 * local.stream_bytes
 
 
 def late_operands(turn: Turn) -> int:

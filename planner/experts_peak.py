@@ -50,6 +50,16 @@ class ExpertsPeak(LiveBuffers):
         return self.plain_experts and not self.local.config.compute.remat.offloads and not self.local.ring
 
     @property
+    def recomputes_at_once(self) -> bool:
+        """Whether the layers before the loop compute their attention again beside the first one's exchange, with values in host memory.
+
+        Nothing of them waits for a gradient. Counted with constants, only what is ready covers an exchange, and these are fusions.
+        """
+        local = self.local
+        gathers = self.plain_experts and local.expert > 1 and not local.sends_uncapped and not local.latent_bytes
+        return gathers and not self.program.measured_matmuls and delayed_experts.fetches_within_layers(local)
+
+    @property
     def activates_in_place(self) -> bool:
         """Whether a kernel writes the gradients of gate and up and the input of down to the place of gate, up and that input's gradient.
 

@@ -73,7 +73,7 @@ class StepMemory(InLoss, AfterLayers, FirstNarrowExperts):
             delayed = not self.reduces_in_turn and not waits and not self.experts_late and not delayed_experts.covered_early(self.local)
             if self.delays_over_tensor > 1:
                 points["first layers of the backward pass"] = self.first_layers_over_tensor()
-            elif delayed and (self.reduces_table_early or not delayed_experts.fetches_within_layers(self.local)):
+            elif delayed and (self.reduces_table_early or not delayed_experts.fetches_within_layers(self.local) or self.recomputes_at_once):
                 points["first layers of the backward pass"] = self.first_layers()
             if self.reduced:
                 points["reductions of the first layers"] = self.reductions_of_first_layers()
@@ -283,8 +283,8 @@ class StepMemory(InLoss, AfterLayers, FirstNarrowExperts):
         gradients of gate and up, after the second layer.
         """
         local = self.local
-        capacity = local.config.compute.experts.capacity_factor is not None
-        delayed = DELAYED * (self.turn.before_weight_gradients() + 2 * local.row_bytes)
+        capacity, operands = local.config.compute.experts.capacity_factor is not None, self.turn.before_weight_gradients()
+        delayed = DELAYED * (operands + 2 * local.row_bytes)
         if capacity and offloads_inputs(local):
             delayed -= DELAYED * local.hidden_bytes + local.row_bytes
         remat = local.config.compute.remat
@@ -293,7 +293,7 @@ class StepMemory(InLoss, AfterLayers, FirstNarrowExperts):
             delayed -= local.hidden_bytes + 2 * local.row_bytes
         working = delayed + 2 * local.row_bytes + SLOTS_IN_FLIGHT * local.slot_bytes + STREAMS_IN_FLIGHT * local.stream_bytes
         if self.plain_experts:
-            working = delayed_experts.in_first_layers(local, self.turn.before_weight_gradients()) or working
+            working = delayed_experts.in_first_layers(local, operands, at_once=self.recomputes_at_once) or working
         working = self.in_first_narrow_layers() or working
         working += self.turn.zeroed_slots() if local.model.moe_layers > DELAYED else 0  # of the layers to come
         working += self.recomputed_attention() + self.outside.activations

@@ -558,6 +558,7 @@ CLOSE = {
     ("models/qwen3-30b-a3b", "full"): {START: 0.012, BACKWARD: 0.012, WHOLE: 0.015},
     ("models/qwen3-30b-a3b", "full", "data"): {BACKWARD: 0.012, WHOLE: 0.012},
     ("models/qwen3-30b-a3b", "dots", 2048): {START: 0.012, BACKWARD: 0.012, WHOLE: 0.012},
+    ("models/qwen3-30b-a3b", "offload", "dgx-a100", ""): {START: 0.03, BACKWARD: 0.03, WHOLE: 0.025},
     ("models/mixtral-8x7b", "full", 1024): {START: 0.025, BACKWARD: 0.012, WHOLE: 0.025},
     ("models/mixtral-8x7b", "full", 2048): {START: 0.03, BACKWARD: 0.012, LAST: 0.02, WHOLE: 0.02},
     ("models/deepseek-v2-lite", "full", 2048): {START: 0.036, BACKWARD: 0.02, WHOLE: 0.02},
