@@ -210,7 +210,8 @@ def relaid_bytes(local: LocalSizes, backend: str, overlap: bool, combined: bool,
     With tensor and several rows, a residual stream that was gathered or scattered along the sequence has another layout: the gathered
     stream where it is saved, else (when loops are unrolled for overlap) the block input. With dots (and combined collectives) the stack of
     a residual stream is copied before the last layer is written into it, as the first kernels of the backward pass read the old one, and
-    with norms of results, or the pieces of a ring, a second one (heaps of OLMo 2 7B, Llama 3.1 8B); small models copy both. Where a whole
+    with norms of results, or the pieces of a ring, a second one (heaps of OLMo 2 7B, Llama 3.1 8B); small models copy both. With norms of
+    results and a ring nothing reads the old stack of block inputs when the second one is copied (heap of OLMo 2 7B). Where a whole
     block waits for its gradient nothing reads its input an iteration earlier, and the stack is written in the layout in which it is read
     (heaps of Llama 3.1 8B, Qwen3 8B and Mistral Nemo 12B); nor is it copied where the last layer is written into it late
     (planner/constant_costs.py). Where norms follow attention and MLP, the last kernel that reads the old stack adds to it attention's
@@ -236,7 +237,7 @@ def relaid_bytes(local: LocalSizes, backend: str, overlap: bool, combined: bool,
         written_late = constant_costs.stacks_input_late(local, program)
         plain = local.config.precision.matmul == "compute" or local.config.precision.eight_bit
         written_late |= local.model.norm_position == "post" and not ring and policy != "dots" and plain
-        several = policy == "dots" and (ring or local.model.norm_position != "pre")
+        several = policy == "dots" and ring != (local.model.norm_position != "pre")
         stacks = 2 if ring_keeps_update(local) or several else 1
         relaid = 0 if block_waits or written_late or _reads_kept_update(local) else layers * local.cut_stream_bytes * stacks
     if local.latent_bytes and local.ring and policy == "dots":

@@ -178,12 +178,13 @@ class AfterLayers(LiveBuffers):
         """Whether the updates of dense layers' float32 parameters end before most of their gathers over data start.
 
         On Hopper the update of a stack hides gathers of others, so that old parameters are needed until the last gather starts; with
-        faster memory it is too short for it, and by constants it counts nothing (heaps for A100, B200 and GB200).
+        faster memory it is too short for it, and by constants it counts nothing (heaps for A100, B200 and GB200 with data=4). Not over two
+        devices of data, for a reason that is not known (heap of Qwen2.5 7B, data=2 x fsdp=4, on A100).
         """
         local, program = self.local, self.program
         hopper = program.measured_matmuls and program.transposes_float8
         plain = local.uniform_dense and local.config.optimizer.kind in ("adamw", "lion") and local.parameter_itemsize == 4
-        return plain and not hopper and local.fsdp > 1
+        return plain and not hopper and local.fsdp > 1 and local.data > 2
 
     def orthogonalization(self) -> dict[str, Component]:
         """Return what is live in Muon's update (trainer/muon.py).

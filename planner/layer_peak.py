@@ -52,6 +52,8 @@ class LayerPeak(MlpPeak):
             # before that of up and takes the memory of up, which nothing else reads; in a loop it comes second, and where the next layer is
             # recomputed early.
             at_mlp += again.mlp_update and (kept or self.in_loop or self.recomputes_early)
+            # with many tokens and cuDNN's attention the gradient of gate is first in a loop, too
+            at_mlp -= self.final_states_wait and self.backend == "cudnn"
         if recomputes and self.recomputes_early:
             at_mlp += gates
         at_end = 5 if 1 in (local.tensor, local.rows) else STREAMS_IN_FLIGHT
@@ -98,6 +100,7 @@ class LayerPeak(MlpPeak):
             *of_attention,
             *self._weight_gradients_after_attention(attention, at_start=at_start),
             *([] if at_start else self._sum_by_projections(attention)),
+            *self._attention_with_final_states(attention),
             ("its end", hidden, at_end * stream, 0, waiting + more, mask),
             *self.at_end_of_experts(waiting, mask),
             *([("its end", delayed, 0, 0, more, mask)] if self.turn.layers > 1 and recomputes else []),
@@ -224,6 +227,23 @@ class LayerPeak(MlpPeak):
         reduced -= reduced // local.fsdp
         sizes = constant_costs.at_end_of_attention(local, self.program, at_start=at_start)
         return [("its attention", *sizes, 0, -reduced, workspace)]
+
+    def _attention_with_final_states(self, workspace: int) -> list[tuple[str, int, int, int, int, int]]:
+        """Return the point in attention's backward pass where `final_states_wait`, which `final_norm` counts.
+
+        The weight gradients of the MLP come later: the input of down and the gradients of gate and up. The block's input, attention's
+        update added to it, the gradients of attention's result, of the MLP's and of the stream; queries, keys, values and the result with
+        their gradients, and queries and keys before their norms. `backward` adds one stream in float32. (Heaps of OLMo 2 1B and 7B.)
+
+        workspace: of attention.
+        """
+        local, model = self.local, self.local.model
+        if not self.final_states_wait:
+            return []
+        heads = 2 * (local.query_bytes + local.key_bytes + local.value_bytes + local.context_bytes)
+        heads += local.query_bytes + local.key_bytes if model.qk_norm else 0
+        streams = 5 * local.stream_bytes - 4 * local.tokens * model.embed_dim
+        return [("its attention", (3 if model.gated_mlp else 2) * local.hidden_bytes, streams + heads, 0, 0, workspace)]
 
     def _sum_by_projections(self, workspace: int) -> list[tuple[str, int, int, int, int, int]]:
         """Return the point at the end of attention over tensor where the gradients of its input by queries, keys and values are summed.

@@ -25,6 +25,12 @@ DELAYED = 2
 """Layers of experts, or with block-scaled matmuls, whose weight gradients are computed together at the start of the backward pass."""
 
 
+FEW_TOKENS = 2**16
+"""Tokens of a device and microbatch up to which one kernel computes the gradients of the final norm's scale and input.
+
+Bounds from heaps of OLMo 2 1B: so with 65,536, in rows of 8,192 and 32,768; not with 131,072, in rows of 16,384 and 32,768.
+"""
+
 EARLY_BITS = 3 * 2**27
 """Bytes of the random bits of one stack of the MLP's matrices from which updates of 8-bit moments begin before the loop of microbatches.
 
@@ -352,6 +358,15 @@ class LiveBuffers:
         size = 4 * self.local.table // self.sharded.fsdp + self.half_reduced_table()
         return Component(size, "float32 gradient of the unembedding, reduced before the other layers")
 
+    @property
+    def final_states_wait(self) -> bool:
+        """Whether the final hidden states and their gradient are there until the layers are done, as a norm follows the MLP and many tokens
+        are summed (FEW_TOKENS), where whole blocks of alike layers are computed again in a loop of microbatches."""
+        local, config = self.local, self.local.config
+        many = local.tokens > FEW_TOKENS and local.model.norm_position == "post" and local.tensor * local.context * local.pipeline == 1
+        plain = config.precision.matmul == "compute" and config.compute.remat.policy == "full"
+        return self.overlap and self.in_loop and local.uniform_dense and many and plain
+
     def final_norm(self, *, at_start: bool) -> int:
         """Return the size of the final hidden states, float32, and of the gradient of their normed values, where layers still need them.
 
@@ -359,13 +374,16 @@ class LiveBuffers:
         adds it computes it again from these two, in the last layer with the gradient by its MLP (heaps of Qwen2.5 1.5B, Llama 3.2 3B and
         3.1 8B on A100). Where norms follow attention and MLP, the first kernel that reads it is that of such a norm. What is left is the
         gradient of the final norm's scale, which nothing waits for until all layers are done (heaps of OLMo 2 1B, 7B and 13B on A100).
-        On Hopper in a loop of microbatches one kernel computes both gradients, and the two values are free.
+        On Hopper in a loop of microbatches one kernel computes both gradients, and the two values are free, but where `final_states_wait`:
+        then both are bfloat16 (heap of OLMo 2 7B on B200s; values in host memory: MlpPeak._streams_after_norms).
 
         at_start: in the last layer, whose backward pass comes first.
         """
         local, model = self.local, self.local.model
         alike = local.uniform_dense and local.pipeline == 1
         rounds = self.program.adds_bfloat16 or local.compute_itemsize == 4
+        if rounds and self.final_states_wait:
+            return 2 * local.stream_bytes
         if rounds or not (self.overlap and self.in_loop and alike) or local.tensor > 1:
             return 0
         waits = at_start if model.norm_position == "pre" else model.norm_position == "post"

@@ -11,17 +11,12 @@ from dataclasses import dataclass
 from ridgeline.planner import delayed_experts, eight_bits, experts_over_tensor, ordered_scales
 from ridgeline.planner.activations import NODE_DEVICES, offloads_inputs
 from ridgeline.planner.experts_peak import ExpertsPeak
+from ridgeline.planner.live_buffers import FEW_TOKENS
 from ridgeline.planner.overlap import WIDEST_TENSOR
 from ridgeline.planner.recompute import recomputed
 
 FROM_BLOCK_INPUTS = ("full", "names", "offload")
 """Policies with which the backward pass computes the inputs of MLP down again."""
-
-FEW_TOKENS = 2**16
-"""Tokens of a device and microbatch up to which one kernel computes the gradients of the final norm's scale and input.
-
-Bounds from heaps of OLMo 2 1B: so with 65,536, in rows of 8,192 and 32,768; not with 131,072, in rows of 16,384 and 32,768.
-"""
 
 REDUCED_EARLY = 3 * 2**29
 """Bytes of a layer's gradients up to which their reduction within a node is over before the next layer's MLP.
@@ -85,15 +80,20 @@ class MlpPeak(ExpertsPeak):
         other devices are left of the MLP's input and of the gradients of both updates. With the zeros the input of down and the gradients
         of gate and up, of attention queries, keys, values and the result, with norms of queries and keys also the inputs of these, and five
         streams between blocks. (Heaps of Llama 3.1 70B and 8B and Qwen3 8B.)
+
+        Where norms follow attention and MLP it is made before the gradient of the MLP, with one hop too: gate, up and the input of down are
+        live instead of the gradients, attention's update beside the sum, and zeros for queries and keys of both layers (heap of OLMo 2 1B).
         """
         local, model = self.local, self.local.model
         full = local.config.compute.remat.policy == "full" and local.config.precision.matmul == "compute"
-        if not (self.ring_recomputes and full and self.program.measured_matmuls) or local.tensor == 2:
+        after = model.norm_position == "post"
+        if not (self.ring_recomputes and full and self.program.measured_matmuls) or (local.tensor == 2 and not after):
             return 0
         hidden = (3 if model.gated_mlp else 2) * local.hidden_bytes
         heads = local.query_bytes + local.context_bytes + local.key_bytes + local.value_bytes
         heads += local.query_bytes + local.key_bytes if model.qk_norm else 0
         pieces = 3 * (local.stream_bytes - local.cut_stream_bytes)
+        pieces += local.cut_stream_bytes + local.query_bytes + local.key_bytes if after else 0
         return self.ring_zeros() + hidden + 2 * local.stream_bytes + pieces + heads + 5 * local.cut_stream_bytes
 
     @property
