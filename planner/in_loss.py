@@ -106,11 +106,11 @@ class InLoss(LayerPeak):
         """Whether the block-scaled weights of the turns that come first in the backward pass are there in the loss.
 
         Of ordered turns two are outside of the loop then (`pipelines_twice`). Where no layer is recomputed, nothing that these weights are
-        gathered and quantized from depends on the loss. The stacks of gradients begin after them (heap of Gemma 2 9B, nvfp4, on GB200).
+        gathered and quantized from depends on the loss. The stacks of gradients begin after them (heaps of Gemma 2 9B and 2B, nvfp4, on GB200).
         """
         local = self.local
         ordered = self.turn.in_order and not self.turn.recomputes and local.config.precision.block_scaled is not None
-        return ordered and not self.in_loop and local.fsdp > 1 and self.data == 1
+        return ordered and local.fsdp > 1 and self.data == 1
 
     @property
     def waits_for_host_over_tensor(self) -> bool:

@@ -505,6 +505,7 @@ CLOSE = {
     ("models/gemma2-9b", "full", "", "tensor"): {START: 0.015, BACKWARD: 0.07, WHOLE: 0.012},
     ("models/gemma2-2b", "full", "", "tensor"): {START: 0.012, WHOLE: 0.012},
     ("models/gemma2-9b", "none", "gb200-nvl72"): {"loss": 0.012, START: 0.03, BACKWARD: 0.015, WHOLE: 0.012},
+    ("models/gemma2-2b", "none", "gb200-nvl72"): {"loss": 0.015, START: 0.015, BACKWARD: 0.012, WHOLE: 0.012},
     ("models/gemma2-9b", "offload"): {WHOLE: 0.015},
     ("models/gemma2-9b", "offload", 4096): {"loss": 0.012, BACKWARD: 0.012},
     ("models/gemma2-9b", "offload", 32768): {"loss": 0.03, BACKWARD: 0.012},
