@@ -44,7 +44,7 @@ class InLoss(LayerPeak):
             late = policy == "full" or (policy == "names" and self.turn.left_over > 0)
             if policy == "offload" or (policy == "full" and local.fsdp == 1) or (ordered and late) or trains_experts:
                 zeroed = 0  # they are zeroed after the loss
-            if self.scales_weights_early:
+            if self.scales_turns_apart:
                 zeroed = 0
         # XLA recomputes the attention of the last layer early: a norm, queries and keys with and without rotation, values and the result
         recomputes_early = self.overlap and policy == "full" and not self.turn.in_order
@@ -70,8 +70,8 @@ class InLoss(LayerPeak):
         if policy == "offload" and self.turn.layers > 1 and not self.in_loop:
             layers = int(one_chunk)  # the recomputation waits for the copies from host memory
         gathered = layers * self.gathered_layer() if self.overlap else 0
-        if self.scales_weights_early:
-            layers = DELAYED * local.model.layer_period
+        if self.scales_turns_apart:
+            layers = DELAYED * local.model.layer_period if local.config.precision.block_scaled == "nvfp4" else 0
             gathered = layers * block_scaled.scaled(local, self.gathered_layer())
         return {
             "activations": self.saved,
@@ -102,11 +102,11 @@ class InLoss(LayerPeak):
         }
 
     @property
-    def scales_weights_early(self) -> bool:
-        """Whether the block-scaled weights of the turns that come first in the backward pass are there in the loss.
+    def scales_turns_apart(self) -> bool:
+        """Whether two ordered turns with block-scaled matmuls are outside of the loop (`pipelines_twice`) and recompute nothing.
 
-        Of ordered turns two are outside of the loop then (`pipelines_twice`). Where no layer is recomputed, nothing that these weights are
-        gathered and quantized from depends on the loss. The stacks of gradients begin after them (heaps of Gemma 2 9B and 2B, nvfp4, on GB200).
+        The stacks of gradients begin after them. With nvfp4 nothing that their weights are gathered and quantized from depends on the loss:
+        they are there in it (heaps of Gemma 2 9B and 2B on GB200; not so in that of OLMo 3 7B with mxfp8 on B200).
         """
         local = self.local
         ordered = self.turn.in_order and not self.turn.recomputes and local.config.precision.block_scaled is not None
