@@ -203,9 +203,13 @@ def mlp_in_any_layout(local: LocalSizes, again: Recomputed, *, at_start: bool) -
         others += local.query_bytes + local.context_bytes + local.key_bytes + local.value_bytes + narrow
         others += local.query_bytes + local.key_bytes if local.model.qk_norm else 0
         others += 0 if kept else one_byte(local, local.context_bytes)
-    all_again = again.mlp_update and again.attention_update and local.model.norm_position == "post"
-    if all_again and local.config.precision.matmul == "fp8_delayed":
-        return _mlp_between_norms(local, at_start=at_start)
+    if between_norms(local, again):
+        if local.config.precision.matmul == "fp8_delayed":
+            return _mlp_between_norms(local, at_start=at_start)
+        # the activation of gate is there already, and the input of down has been quantized, for the result that the norm needs
+        many = local.tokens > READ_TWICE
+        others += (2 * stream if many else 0) + (stream if at_start else 0)
+        return 5 * hidden + small, others - 4 * local.tokens * local.model.embed_dim
     if at_start:
         projections = (("query", local.query_bytes), ("key", local.key_bytes), ("value", local.value_bytes))
         delayed = local.config.precision.matmul == "fp8_delayed"
@@ -213,6 +217,15 @@ def mlp_in_any_layout(local: LocalSizes, again: Recomputed, *, at_start: bool) -
         others += sum(size for name, size in projections if name not in again.weights and not from_host)
         others += 0 if again.weights else 2 * stream
     return max(in_kernels), others - 4 * local.tokens * local.model.embed_dim
+
+
+def between_norms(local: LocalSizes, again: Recomputed) -> bool:
+    """Return whether norms only follow attention and MLP and all is computed again.
+
+    Then final hidden states and the gradient of their normed values are there in all layers where the gradient of the final norm's scale
+    has kernels of its own (many tokens); there the gradient of the first layer's result is float32 (heaps of OLMo 2 1B on GB200s).
+    """
+    return again.mlp_update and again.attention_update and local.model.norm_position == "post"
 
 
 def _mlp_between_norms(local: LocalSizes, *, at_start: bool) -> tuple[int, int]:

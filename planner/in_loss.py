@@ -47,7 +47,7 @@ class InLoss(LayerPeak):
             if policy == "offload" or (policy == "full" and local.fsdp == 1) or (ordered and late) or trains_experts:
                 zeroed = 0  # they are zeroed after the loss
             after_sum = self.keeps_over_tensor and not (self.copies_kept_in_loss or self._sums_loss_at_once)
-            if after_sum or self.scales_weights_early:
+            if after_sum or self.scales_turns_apart:
                 zeroed = 0
         # XLA recomputes the attention of the last layer early: a norm, queries and keys with and without rotation, values and the result
         recomputes_early = self.overlap and policy == "full" and not self.turn.in_order
@@ -75,8 +75,8 @@ class InLoss(LayerPeak):
         if policy == "offload" and self.turn.layers > 1 and not self.in_loop:
             layers = int(one_chunk)  # the recomputation waits for the copies from host memory
         gathered = layers * self.gathered_layer() if self.overlap and not self.keeps_over_tensor else 0
-        if self.scales_weights_early:
-            layers = DELAYED * local.model.layer_period
+        if self.scales_turns_apart:
+            layers = DELAYED * local.model.layer_period if local.config.precision.block_scaled == "nvfp4" else 0
             gathered = layers * block_scaled.scaled(local, self.gathered_layer())
         return {
             "activations": self.saved,
@@ -152,15 +152,15 @@ class InLoss(LayerPeak):
         return self.keeps_over_tensor and self.program.slow_memory and self.local.tensor == 2 and self.local.rows > 1
 
     @property
-    def scales_weights_early(self) -> bool:
-        """Whether the block-scaled weights of the turns that come first in the backward pass are there in the loss.
+    def scales_turns_apart(self) -> bool:
+        """Whether two ordered turns with block-scaled matmuls are outside of the loop (`pipelines_twice`) and recompute nothing.
 
-        Of ordered turns two are outside of the loop then (`pipelines_twice`). Where no layer is recomputed, nothing that these weights are
-        gathered and quantized from depends on the loss. The stacks of gradients begin after them (heap of Gemma 2 9B, nvfp4, on GB200).
+        The stacks of gradients begin after them. With nvfp4 nothing that their weights are gathered and quantized from depends on the loss:
+        they are there in it (heaps of Gemma 2 9B and 2B on GB200; not so in that of OLMo 3 7B with mxfp8 on B200).
         """
         local = self.local
         ordered = self.turn.in_order and not self.turn.recomputes and local.config.precision.block_scaled is not None
-        return ordered and not self.in_loop and local.fsdp > 1 and self.data == 1
+        return ordered and local.fsdp > 1 and self.data == 1
 
     @property
     def waits_for_host_over_tensor(self) -> bool:

@@ -166,6 +166,8 @@ class LayerPeak(MlpPeak):
             ]
         if eight_bits.in_any_layout(local, self.program):
             of_mlp, others = eight_bits.mlp_in_any_layout(local, again, at_start=at_start)
+            if eight_bits.between_norms(local, again):
+                early -= min(early, 1)  # the input of down, which is counted there
             of_mlp += early * hidden + eight_bits.separate_activation(local, again, self.program)
             return [
                 ("its MLP", of_mlp, others, matrices, down, mask),

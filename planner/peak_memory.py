@@ -200,14 +200,14 @@ class StepMemory(InLoss, AfterLayers, FirstNarrowExperts):
         first = self.backward(layers=int(second_layer) + waits)
         stays = self.turn.not_yet_offloaded()
         first |= {"activations": replace(self.saved, bytes=self.saved.bytes + self.turn.not_stacked(self.saved.bytes) - freed + stays)}
+        of_turn = {"gradients": Component(first["gradients"].bytes * self.local.model.layer_period // layers, "of a turn: no stacks yet")}
+        first |= of_turn if self.scales_turns_apart else {}
         if not self.turn.left_over and not self.pipelines_twice:
             return first
         second = self.backward(layers=self.turn.pending + 1)
         late = self.local.model.layer_period - 2 if relaid else 0
         second |= {"activations": replace(self.saved, bytes=kept * (layers - self.turn.left_over + late))}
-        if self.pipelines_twice:
-            reduced = second["gradients"].bytes * self.local.model.layer_period // layers
-            second |= {"gradients": Component(reduced, "of a turn: the stacks begin with the loop")}
+        second |= of_turn if self.pipelines_twice else {}
         return max(first, second, key=lambda parts: sum(part.bytes for part in parts.values()))
 
     def backward(
