@@ -183,7 +183,7 @@ def operands(local: LocalSizes, *, cut: bool = False) -> int:
 
 def pending_turns(local: LocalSizes, layers: int) -> int:
     """Return the layers whose weight gradients are pending where `delays_turns`, the current one included, for turns of so many."""
-    long = local.sends_uncapped or delays_beside_gathers(local)
+    long = local.sends_uncapped or local.config.precision.eight_bit or delays_beside_gathers(local)
     return pending_layers(layers) if long else pending_in_loop(layers)
 
 
@@ -195,7 +195,7 @@ def pending_operands(local: LocalSizes, layers: int, padded: int) -> int:
 
     padded: gradients of gate and up in whole tiles, for those of biases.
     """
-    if local.sends_uncapped:
+    if local.sends_uncapped or local.config.precision.eight_bit:
         return layers * operands(local)
     of_attention = (layers - 1) * (attention(local) + 4 * local.stream_bytes)
     return layers * operands(local) - of_attention + (0 if delays_beside_gathers(local) else padded)

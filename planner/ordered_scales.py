@@ -77,12 +77,12 @@ def in_mlp_of_rows(local: LocalSizes) -> tuple[int, int]:
     the weight gradients of the layer before begin.
 
     The scheduler works from the end: of these, one hides the scatter of the gradient of the MLP's input, two where one is too short
-    (ONE_HIDES_SCATTER), and the others the gather before it. With two the peak is at this scatter, when the MLP's other gradients are there:
-    up, the result of the activation, the gradients of that and of gate, in one byte the operands of weight gradients. Else it is before the
-    gather, when the MLP's result, computed again, is not yet scattered: gate, up and the result of the activation, in one byte the input of
-    down. Gathered: the inputs of attention and MLP; the result, or the sum, a part of it and in one byte the gradient of the result; queries,
-    keys, values and attention's result, with norms of queries and keys also the inputs of these. Sharded: the inputs of this block and the
-    next, the inputs and results of the norms after attention, and around the MLP.
+    (ONE_HIDES_SCATTER), and the others the gather before it. With two the peak is at this scatter, when the MLP's other gradients are
+    there: up, the result of the activation, the gradients of that and of gate, in one byte the operands of weight gradients. Else it is
+    before the gather, when the MLP's result, computed again, is not yet scattered: gate, up and the result of the activation, in one byte
+    the input of down. Gathered: the inputs of attention and MLP; the result, or the sum, a part of it and in one byte the gradient of the
+    result; queries, keys, values and attention's result, with norms of queries and keys also the inputs of these. Sharded: the inputs of
+    this block and the next, the inputs and results of the norms after attention, and around the MLP.
     """
     gates, narrow = 2 if local.model.gated_mlp else 1, local.compute_itemsize
     heads = local.query_bytes + local.key_bytes + local.value_bytes + local.context_bytes
