@@ -44,7 +44,7 @@ HEADINGS = st.lists(st.text("ab -[]", min_size=1, max_size=12).map(str.strip), m
 
 
 @given(HEADINGS, st.integers(0, 3), st.randoms(use_true_random=False), st.integers(10, 120))
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 def test_a_table_fits_the_width_without_breaking_a_word_or_losing_a_cell(headings, rows, random, width) -> None:
     def text() -> str:
         return " ".join("x" * random.randint(1, 9) for _ in range(random.randint(1, 6)))
@@ -103,7 +103,7 @@ def test_help_breaks_no_word_at_80_columns() -> None:
 @given(
     st.lists(st.text("ab-/", min_size=1, max_size=30), min_size=1, max_size=30), st.integers(0, 8), st.sampled_from(["", "ridge ", "$ "])
 )
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 def test_lines_of_text_are_wrapped_between_words_and_commands_can_be_copied(parts: list[str], indent: int, start: str) -> None:
     line = " " * indent + start + " ".join(parts)
     lines = fitted(line, 80).split("\n")

@@ -162,7 +162,7 @@ def test_layouts_are_planned_with_the_memory_of_the_clusters_gpu():
         memory_per_device(found.layout.apply(model), found.layout.sizes, device=hardware(name)) for name in (made.device, "h100-sxm")
     )
     assert found.layout.accumulation > 1
-    assert found.memory == on_a100 and on_a100.total_bytes > on_h100.total_bytes
+    assert found.memory == on_a100 != on_h100
 
 
 def test_the_configs_own_recomputation_is_tried_too():
