@@ -134,13 +134,13 @@ def fetched_early(local: LocalSizes) -> int:
     return 0 if shared or not fetches_within_layers(local) else len({"mlp_gate", "mlp_up"}.intersection(remat.names)) * local.hidden_bytes
 
 
-def short_attention(local: LocalSizes, weight: int = 1) -> bool:
+def short_attention(local: LocalSizes, factor: int = 1) -> bool:
     """Return whether a layer's projections of attention, measured matmuls, are short: over tensor the weight gradients of experts, which
-    are ready, hide the exchanges at the end of what is not in the loop then, all of them together, and not each those of the next layer.
+    are ready, hide the exchanges at the end of the layers before the loop then, all of them together, and not each those of the next layer.
 
-    weight: of a layer's FLOPs.
+    factor: by which the FLOPs are multiplied before they are compared.
     """
-    flops = 2 * weight * local.tokens * attention_matmul_parameters(local.model) // local.tensor
+    flops = 2 * factor * local.tokens * attention_matmul_parameters(local.model) // local.tensor
     return flops <= SHORT_ATTENTION * max(UNROLLED, local.model.layer_period) // UNROLLED
 
 

@@ -16,8 +16,8 @@ from ridgeline.planner.hardware import GpuProgram
 from ridgeline.planner.local import LocalSizes
 from ridgeline.planner.recompute import recomputed
 
-NORMED = 3
-"""By which attention's matmuls are long sooner with norms of queries and keys and one microbatch.
+NORMS_FACTOR = 3
+"""With norms of queries and keys and one microbatch, attention's matmuls are long from a third of `SHORT_ATTENTION`'s FLOPs on.
 
 Bounds from heaps of Qwen3 30B over tensor=2 x expert=4: three layers with 0.31e12 FLOPs (16,384 tokens), two with 0.62e12 (32,768).
 """
@@ -75,8 +75,8 @@ def together(local: LocalSizes, program: GpuProgram) -> int:
     nothing: the weight gradients are as late as they can be. Two where the first layer's come before the third layer's experts: after long
     matmuls of attention (`delayed_experts.short_attention`), and with a capacity, thus measured matmuls. With one microbatch also the
     reduction of the unembedding's gradient is then in flight: it is so where exchanges go between nodes, and with norms of queries and keys
-    already after shorter matmuls (`NORMED`). With a capacity and norms of queries and keys one. (Heaps of Qwen3 30B and of Mixtral, not
-    derived.)
+    already after shorter matmuls (`NORMS_FACTOR`). With a capacity and norms of queries and keys one. (Heaps of Qwen3 30B and of Mixtral,
+    not derived.)
     """
     if local.config.precision.eight_bit and not eight_bits.gathers_rows(local):
         return 1
@@ -88,7 +88,7 @@ def together(local: LocalSizes, program: GpuProgram) -> int:
         return 1
     if local.config.precision.eight_bit:  # attention's matmuls are shorter, and were not looked at
         return 3 if local.model.qk_norm and not _between_nodes(local) and not _keeps_update(local) else 2
-    long = not delayed_experts.short_attention(local, NORMED if local.model.qk_norm and not in_loop else 1)
+    long = not delayed_experts.short_attention(local, NORMS_FACTOR if local.model.qk_norm and not in_loop else 1)
     return 2 if capped(local) or long or (_between_nodes(local) and not in_loop) else 3
 
 

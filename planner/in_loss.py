@@ -25,30 +25,10 @@ class InLoss(LayerPeak):
         if self.one_chunk:  # the float32 logits are gone when the table's gradient is computed
             later = tokens * vocab * local.compute_itemsize + (0 if self.delayed_logits else gradient)
             logits, gradient = max(logits, later), 0
-        elif (
-            self.waits_for_host_over_tensor or self.keeps_over_tensor
-        ):  # one chunk reads the sum that the one before wrote, when its float32 logits are gone
+        elif self.waits_for_host_over_tensor or self.keeps_over_tensor:
+            # one chunk reads the sum that the one before wrote, when its float32 logits are gone
             logits, gradient = max(logits + gradient, tokens * vocab * local.compute_itemsize + 2 * gradient), 0
-        zeroed = (2 if local.model.gated_mlp else 1) * local.mlp_matrices // (local.fsdp // local.expert)
-        zeroed = local.trained if local.adapted else zeroed
         policy = local.config.compute.remat.policy
-        if self.overlap:
-            # By XLA's own thresholds of combining, the stacks of gradients that are converted later are zeroed after the loss.
-            zeroed = (
-                (self.sharded.trained if local.adapted else self.sharded.layer_matrices)
-                if self.combined or local.gradient_itemsize == self.stack_itemsize
-                else 0
-            )
-            # so in the heaps of Mixtral, Qwen3 and gpt-oss, not in those of DeepSeek
-            trains_experts = local.model.moe is not None and not local.adapted and local.model.latent_attention is None
-            # and of Gemma 2 and 3 and OLMo 3 that recompute everything, or gate and up where layers are left over, which write no stacks
-            ordered = self.turn.in_order and not self.in_loop
-            late = policy == "full" or (policy == "names" and self.turn.left_over > 0)
-            if policy == "offload" or (policy == "full" and local.fsdp == 1) or (ordered and late) or trains_experts:
-                zeroed = 0  # they are zeroed after the loss
-            after_sum = self.keeps_over_tensor and not (self.copies_kept_in_loss or self._sums_loss_at_once)
-            if after_sum or self.scales_turns_apart:
-                zeroed = 0
         # XLA recomputes the attention of the last layer early: a norm, queries and keys with and without rotation, values and the result
         recomputes_early = self.overlap and policy == "full" and not self.turn.in_order
         early = local.stream_bytes + 3 * local.query_bytes + 3 * local.key_bytes if recomputes_early else 0
@@ -86,7 +66,7 @@ class InLoss(LayerPeak):
                 + (", and the gathered weights of the last " + ("layer" if layers == 1 else f"{layers} layers") if gathered else ""),
             ),
             "gradients": Component(
-                zeroed * self.stack_itemsize,
+                self._zeroed_early() * self.stack_itemsize,
                 "gradient buffers that are zeroed before the loss, long before they are filled",
             ),
             "accumulated_gradients": self.accumulated(),
@@ -108,6 +88,27 @@ class InLoss(LayerPeak):
                 + ("" if local.adapted else " and its unsharded float32 gradient"),
             ),
         }
+
+    def _zeroed_early(self) -> int:
+        """Return the elements of the gradient buffers that are zeroed before the loss; 0 where all are zeroed after it.
+
+        By XLA's own thresholds of combining, the stacks of gradients that are converted later are zeroed after it. With trained experts all
+        are (heaps of Mixtral, Qwen3 and gpt-oss, not of DeepSeek), and in ordered turns that recompute everything, or gate and up where
+        layers are left over, which write no stacks (heaps of Gemma 2 and 3 and OLMo 3).
+        """
+        local, policy = self.local, self.local.config.compute.remat.policy
+        if not self.overlap:
+            return (
+                local.trained if local.adapted else (2 if local.model.gated_mlp else 1) * local.mlp_matrices // (local.fsdp // local.expert)
+            )
+        trains_experts = local.model.moe is not None and not local.adapted and local.model.latent_attention is None
+        ordered = self.turn.in_order and not self.in_loop
+        late = ordered and (policy == "full" or (policy == "names" and self.turn.left_over > 0))
+        late |= policy == "offload" or (policy == "full" and local.fsdp == 1) or trains_experts or self.scales_turns_apart
+        late |= self.keeps_over_tensor and not (self.copies_kept_in_loss or self._sums_loss_at_once)
+        if late or not (self.combined or local.gradient_itemsize == self.stack_itemsize):
+            return 0
+        return self.sharded.trained if local.adapted else self.sharded.layer_matrices
 
     @property
     def last_not_stacked(self) -> int:

@@ -48,8 +48,10 @@ LONGEST = (
     "planner/test_economics",
 )
 """Files that take longest: begun first, so that no worker waits at the end for one that was begun last, and of which PART runs."""
-PAGES, PART = "docs/test_commands", 1 / 3
-"""The file whose tests belong together by page, of which it draws some itself; the share of the tests of each other file that runs."""
+PART = 1 / 3
+"""Share of the tests of such a file that runs per commit."""
+PAGES = "docs/test_commands"
+"""The one of them that draws whole pages itself, as the commands of a page follow each other."""
 T = TypeVar("T")
 FULL = os.environ.get("FULL", "") not in ("", "0")
 

@@ -1,6 +1,9 @@
 """Each commit runs a part of the longest files, another commit another part, and all commits together everything."""
 
 import math
+import os
+import subprocess
+import sys
 
 from tests import sampling
 from tests.sampling import LONGEST, PAGES, PART, of_commit
@@ -29,3 +32,15 @@ def test_everything_runs_with_full(monkeypatch):
 def test_every_long_file_exists(request):
     root = request.config.rootpath / "tests"
     assert [name for name in LONGEST if not (root / f"{name}.py").is_file()] == []
+
+
+def test_pytest_leaves_out_what_was_not_drawn_but_runs_a_named_file_as_a_whole(request):
+    def collected(where):
+        command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", where]
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")} | {"FULL": ""}
+        done = subprocess.run(command, cwd=request.config.rootpath, env=environment, capture_output=True, text=True, check=False)
+        (line,) = (line for line in done.stdout.splitlines() if line.startswith("tests/launch/test_link.py"))
+        return int(line.rpartition(": ")[2])
+
+    whole = collected("tests/launch/test_link.py")
+    assert whole > 10 and collected("tests/launch") == math.ceil(PART * whole)

@@ -683,6 +683,8 @@ CLOSE = {
     ("models/mistral-nemo-12b", "full"): {START: 0.012, WHOLE: 0.012},
     ("models/gpt-oss-20b", "dots", "dgx-a100"): {START: 0.055, WHOLE: 0.02},
     ("models/gpt-oss-20b", "full", "dgx-a100"): {START: 0.035},
+    ("models/deepseek-v2-lite", "none", "dgx-a100", "tensor"): {START: 0.02, BACKWARD: 0.012, WHOLE: 0.015},
+    ("models/mixtral-8x7b", "offload", 8192): {START: 0.03, WHOLE: 0.105},  # places in the heap leave gaps of 10 %
     ("models/mixtral-8x7b", "offload"): {START: 0.035, BACKWARD: 0.012, WHOLE: 0.015},
     ("models/mixtral-8x7b", "full"): {START: 0.015, BACKWARD: 0.03, WHOLE: 0.025},
     ("models/deepseek-v2-lite", "names"): {START: 0.012, BACKWARD: 0.04, WHOLE: 0.015},
