@@ -28,6 +28,7 @@ from ridgeline.explain.diagnosis.rules import rules_table
 from ridgeline.launch.cluster.network import free_port
 from ridgeline.loaders.prepare import PrepareSettings, prepare
 from ridgeline.rundir.directory import RunDir
+from ridgeline.rundir.events import event_file
 from tests.explain.magnitudes import FAULTS as FAULT_SIZES
 from tests.explain.magnitudes import found
 from tests.observe.throttle import control_group, throttle
@@ -192,7 +193,7 @@ WAITING = (
     paced("dear-1", 0.8, start_s=2),
     paced("dear-2", 0.4, devices=2, start_s=2),
     paced("dear-4", 0.2, devices=4, start_s=2),
-    paced("split-2", 0.42, devices=2, start_s=2),
+    paced("split-2", 0.42, devices=2, start_s=5),  # dearer than dear-1 also where that starts slowly
     paced("split-4", 0.27, devices=4, start_s=2),
     paced("size-small-1", 0.1, settings="model.mlp_dim=16"),
     paced("size-small-4", 0.055, devices=4, settings="model.mlp_dim=16"),
@@ -415,8 +416,8 @@ class Bench:
             return
         with control_group(ranks[1]) as group:
             self.quota = group is not None
-            plan = self.directory / "runs" / run.name / "plan.json"
-            threading.Thread(target=throttle, args=(ranks[1], plan, group), daemon=True).start()
+            events = event_file(self.directory / "runs" / run.name, 1)
+            threading.Thread(target=throttle, args=(ranks[1], events, group), daemon=True).start()
             self._finish(ranks)
 
     def _python(self, arguments: Sequence[str], devices: int, log: Path, pipe: int | None = None) -> subprocess.Popen[bytes]:

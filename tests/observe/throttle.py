@@ -9,16 +9,20 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from ridgeline.rundir.events import read_events
+
 PERIOD_S, RUNNING, QUOTA_CORES = 0.1, 0.2, 0.2
 """A throttled rank may run for this share of each period, or use so many cores."""
 
 
-def throttle(process: subprocess.Popen[bytes], plan: Path, group: Path | None) -> None:
-    """Take most of its time from a process, from the moment it has compiled: what hot silicon does to its clock.
+def throttle(process: subprocess.Popen[bytes], events: Path, group: Path | None) -> None:
+    """Take most of its time from a process, from the moment it begins to train: what hot silicon does to its clock.
+
+    `events` is the process's own event file: it may still compile when another process of the run has begun to wait for it.
 
     By a CPU quota of its control group where there is one to be had (root), else by stopping and continuing it.
     """
-    while not plan.exists() and process.poll() is None:
+    while process.poll() is None and not _trains(events):
         time.sleep(0.1)
     if group is not None:
         _set_quota(group, QUOTA_CORES)
@@ -29,6 +33,11 @@ def throttle(process: subprocess.Popen[bytes], plan: Path, group: Path | None) -
         time.sleep((1 - RUNNING) * PERIOD_S)
         process.send_signal(signal.SIGCONT)
         time.sleep(RUNNING * PERIOD_S)
+
+
+def _trains(events: Path) -> bool:
+    """Whether a process has begun its first step."""
+    return events.exists() and any(event.kind == "phase_start" and event.fields["phase"] == "train" for event in read_events(events))
 
 
 @contextlib.contextmanager
