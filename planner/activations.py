@@ -217,8 +217,8 @@ def relaid_bytes(local: LocalSizes, backend: str, overlap: bool, combined: bool,
     (planner/constant_costs.py). Where norms follow attention and MLP, the last kernel that reads the old stack adds to it attention's
     update again, as no backward pass of a norm reads the block's input: the last layer is written after that (heaps of OLMo 2 1B and 7B;
     with 8-bit matmuls too; with dots there are copies). With experts no gathered stream that is saved is copied: they gather their tokens
-    themselves, and attention alone reads it (heaps of Mixtral on A100s and a B200). Attention that stores scores transposes them, and so
-    do grouped matmuls of experts in 8 bits what they saved.
+    themselves, and attention alone reads it (heaps of Mixtral on A100s and a B200). Attention that stores scores transposes them. (Gate and
+    up of experts in 8 bits are copied earlier: planner/first_narrow_experts.py.)
     """
     policy, layers = local.config.compute.remat.policy, local.model.num_layers
     relaid = 0
@@ -250,11 +250,6 @@ def relaid_bytes(local: LocalSizes, backend: str, overlap: bool, combined: bool,
         # (heaps of Llama 3.2 1B and 3B, 3.1 8B, Qwen2.5 1.5B, Qwen3 1.7B and GPT-2 XL; not with two rows, dots, names or XLA's default
         # flags; Qwen2.5 7B with 28 heads has no copy, and it is not known why)
         relaid += layers * local.context_bytes
-    experts = local.config.compute.experts
-    if local.model.moe is not None and experts.capacity_factor is None and local.config.precision.eight_bit:
-        # the kernel for 8-bit gradients of weights reads its inputs transposed: gate, then up
-        saves_hidden = any(count and size == local.hidden_bytes for count, size in saved_arrays(local, backend))
-        relaid += layers * local.hidden_bytes if saves_hidden else 0
     return relaid
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ridgeline.planner import delayed_experts, eight_bits, narrow_experts
-from ridgeline.planner.activations import Component, offloads_inputs
+from ridgeline.planner.activations import Component, offloads_inputs, saved_arrays
 from ridgeline.planner.live_buffers import DELAYED, LiveBuffers
 from ridgeline.planner.recompute import recomputed
 
@@ -21,6 +21,30 @@ class FirstNarrowExperts(LiveBuffers):
     def narrow_turns_wait(self) -> bool:
         """Whether these layers are in turns of several."""
         return self.turn.layers > 1 and narrow_experts.turns_wait(self.local)
+
+    def copies_of_gates(self) -> dict[str, dict[str, Component]]:
+        """Return the point where stacks of gate and up are copied to the layout in which the backward pass reads them; none: no copies.
+
+        One after the other, before the last layer writes its own into the copies: between its forward pass and its experts' backward pass.
+        What it writes is there, its weights and those of the next layer are gathered, and there are no gradients of layers yet. (Heaps of
+        Mixtral over context with fp8_delayed, where the copies come after and before the loss, and of Qwen3 30B over tensor.)
+        """
+        local = self.local
+        copied = narrow_experts.copied_stack(local, self.backend) if self.overlap else 0
+        if not copied:
+            return {}
+        kept = sum(count for count, size in saved_arrays(local, self.backend) if size == local.hidden_bytes)
+        text = "transposed parameters of MLP down and attention out; gathered weights of two layers"
+        point = {
+            "activations": self.saved,
+            "accumulated_gradients": self.accumulated(),
+            "parameter_copies": Component(self.layout_copies() + 2 * self.gathered_layer(), text),
+            "working_activations": Component(
+                copied + kept * local.hidden_bytes, "one saved value of all layers in another layout; those of the last layer"
+            ),
+            "loss": self.unembedding_gradient(),
+        }
+        return {"copies of gate and up": point}
 
     def none_reduced(self) -> dict[str, Component]:
         """Return what the start of the backward pass has in place of stacks of gradients and of weights of the next turn, in such turns."""

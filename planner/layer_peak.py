@@ -152,11 +152,14 @@ class LayerPeak(MlpPeak):
             ]
         if self.overlap and narrow_experts.applies(local):
             in_rows = narrow_experts.in_rows(local, again)
+            # where the layer reduces its gradients, those of its experts are computed before the rows', and each is scaled at once
+            early, unscaled = (end, 0) if self.reduces_in_turn else (0, local.mlp_matrix * local.gradient_itemsize)
             return [
-                *(("its MLP", *experts, matrices, 0, mask) for experts in in_rows),
+                ("its MLP", *in_rows[0], matrices, 0, mask),
+                ("its MLP", *in_rows[1], matrices, early, mask),
                 ("its attention", in_rows[1][0] + local.row_bytes, 6 * stream, 0, 0, attention),
                 # a result of a kernel is multiplied by its scale
-                ("its end", hidden, at_end * stream, 0, end + local.mlp_matrix * 4, mask),
+                ("its end", hidden, at_end * stream, 0, end + unscaled, mask),
             ]
         if self.turn.layers > 1 and narrow_experts.turns_wait(local):
             layers = delayed_experts.TURNS * self.turn.layers if at_start else self.turn.layers

@@ -10,7 +10,7 @@ backend, jax 0.10.2). Sizes are bytes of one device.
 from __future__ import annotations
 
 from ridgeline.planner import eight_bits
-from ridgeline.planner.activations import offloads_inputs
+from ridgeline.planner.activations import offloads_inputs, saved_arrays
 from ridgeline.planner.delayed_experts import TURNS, fetches_within_layers
 from ridgeline.planner.local import LocalSizes
 from ridgeline.planner.recompute import Recomputed, recomputed
@@ -86,6 +86,16 @@ def pending_with_capacity(local: LocalSizes) -> int:
     normed = local.query_bytes + local.key_bytes if local.model.qk_norm else 0
     heads = local.query_bytes + local.context_bytes + 2 * local.key_bytes + normed
     return layer + part + heads + eight_bits.one_byte(local, local.stream_bytes) + local.cut_stream_bytes
+
+
+def copied_stack(local: LocalSizes, backend: str) -> int:
+    """Return the size of a stack of gate or up that is copied to another layout; 0: none is.
+
+    Without a capacity the kernel of the weight gradient of down reads its input transposed, which is computed from them.
+    """
+    narrow = local.model.moe is not None and local.config.precision.eight_bit and local.config.compute.experts.capacity_factor is None
+    kept = narrow and any(count and size == local.hidden_bytes for count, size in saved_arrays(local, backend))
+    return local.model.num_layers * local.hidden_bytes if kept else 0
 
 
 def turns_wait(local: LocalSizes) -> bool:

@@ -48,6 +48,7 @@ class StepMemory(InLoss, AfterLayers, FirstNarrowExperts):
         """Return the components at each point, in the order of the step."""
         points = {
             "loss": self.loss(),
+            **self.copies_of_gates(),
             "start of the backward pass": self.start_of_backward(),
             "backward pass": self.backward(late=self.overlap),
             **({} if self.local.adapted else {"embedding gradient": self.embedding_gradient()}),
@@ -417,7 +418,8 @@ class StepMemory(InLoss, AfterLayers, FirstNarrowExperts):
         in_mlp += local.hidden_bytes + local.row_bytes if covers else 0
         if self.experts_wait and experts_over_tensor.applies(local) and not local.config.precision.eight_bit:
             in_mlp = experts_over_tensor.one_layer(local, self.program)
-        unscaled = 4 * local.mlp_matrix if narrow else 0  # the result of a kernel, which is multiplied by its scale next
+        # the result of a kernel, which is multiplied by its scale next
+        unscaled = local.mlp_matrix * local.gradient_itemsize if narrow and not self.reduces_in_turn else 0
         if eight_bits.of_experts(local):
             in_mlp = self.in_narrow_experts()
         in_mlp += delayed_experts.next_attention(local) + delayed_experts.fetched_early(local)

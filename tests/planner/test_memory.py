@@ -256,7 +256,8 @@ def test_experts_in_8_bits_transpose_what_they_saved():
     """Without the copy of one of the two stacks, 30 GB of 100 are missing, more than the margin."""
     (case,) = IN_8_BITS
     estimate = estimated(case | {"overlap": True, "combined": True})
-    assert estimate.peak_at == "start of the backward pass" and 0.95 * estimate.temp_bytes < case["temp_bytes"] < estimate.temp_bytes
+    assert estimate.peak_at == "copies of gate and up"
+    assert estimate.temp_bytes == pytest.approx(case["temp_bytes"], rel=0.012)
 
 
 def test_trained_experts_between_windows_take_what_is_planned():
