@@ -27,20 +27,24 @@ class FirstNarrowExperts(LiveBuffers):
 
         One after the other, before the last layer writes its own into the copies: between its forward pass and its experts' backward pass.
         What it writes is there, its weights and those of the next layer are gathered, and there are no gradients of layers yet. (Heaps of
-        Mixtral over context with fp8_delayed, where the copies come after and before the loss, and of Qwen3 30B over tensor.)
+        Mixtral over context with fp8_delayed, where the copies come after and before the loss, and of Qwen3 30B over tensor.) Both are there
+        until the second layer where `narrow_experts.copies_both`, which has the operands of the first one's weight gradients.
         """
         local = self.local
         copied = narrow_experts.copied_stack(local, self.backend) if self.overlap else 0
         if not copied:
             return {}
         kept = sum(count for count, size in saved_arrays(local, self.backend) if size == local.hidden_bytes)
+        waits = 0
+        if narrow_experts.copies_both(local) and kept > 1:
+            waits = copied + narrow_experts.pending(local, measured=self.program.measured_matmuls, turns=DELAYED)
         text = "transposed parameters of MLP down and attention out; gathered weights of two layers"
         point = {
             "activations": self.saved,
             "accumulated_gradients": self.accumulated(),
             "parameter_copies": Component(self.layout_copies() + 2 * self.gathered_layer(), text),
             "working_activations": Component(
-                copied + kept * local.hidden_bytes, "one saved value of all layers in another layout; those of the last layer"
+                copied + waits + kept * local.hidden_bytes, "saved values of all layers in another layout; those of the last layer"
             ),
             "loss": self.unembedding_gradient(),
         }
@@ -72,6 +76,35 @@ class FirstNarrowExperts(LiveBuffers):
             "collective_buffers": Component(
                 waiting, f"unsharded {local.config.precision.gradients} gradients of three turns before their reduction"
             ),
+        }
+
+    def first_sent_turns(self) -> dict[str, Component]:
+        """Return what is live in the turns before the loop that are `narrow_experts.sent_in_turns`.
+
+        In the last layer of the first turn the attention and the zeros of all three turns are there; in the first layer of the second one
+        those of two, with the stacks of gradients. With one microbatch the layer before still has the operands of its weight gradients.
+        (Heaps of gpt-oss over expert=16, fp8 with one microbatch and fp8_delayed in a loop of microbatches.)
+        """
+        local, layers = self.local, self.turn.layers
+        hidden, rows = narrow_experts.in_sent_rows(local, recomputed(local.model, local.config.compute.remat))
+        gates = 2 if local.model.gated_mlp else 1
+        if not self.in_loop:
+            rows += eight_bits.one_byte(local, (gates + 1) * local.hidden_bytes + 2 * local.row_bytes)
+        stacks = self.layer_gradients * self.stack_itemsize
+        turns = delayed_experts.TURNS
+        first, second = (narrow_experts.of_sent_turns(local, count * layers) for count in (turns, turns - 1))
+        working, gradients = max((first, 0), (second, stacks), key=sum)
+        return {
+            "activations": self.saved,
+            "gradients": Component(gradients, "of the layers, sharded as the parameters" if gradients else "none yet"),
+            "accumulated_gradients": self.accumulated(),
+            "parameter_copies": Component(
+                self.layout_copies() + 2 * self.gathered_layer(), "transposed parameters of attention out; gathered weights of two layers"
+            ),
+            "working_activations": Component(
+                hidden + rows + working + local.written_in_place[1], "experts of a layer; attention and zeros for the exchanges of turns"
+            ),
+            "loss": self.unembedding_gradient(),
         }
 
     def in_first_narrow_layers(self) -> int:

@@ -167,6 +167,12 @@ class LayerPeak(MlpPeak):
                 ("its MLP", *narrow_experts.in_turn(local, again, layers - 1), 0, 0, mask),
                 ("its end", hidden, at_end * stream, 0, end + local.mlp_matrix * 4, mask),
             ]
+        if self.overlap and narrow_experts.sent_in_turns(local):
+            of_mlp, rows = narrow_experts.in_sent_rows(local, again)
+            # `backward` adds the zeros
+            slots, zeros = local.written_in_place
+            attention_of_turn = narrow_experts.of_sent_turns(local, self.turn.layers) - self.turn.layers * (2 * slots + zeros)
+            return [("its MLP", of_mlp, rows + attention_of_turn, 0, 0, mask), ("its end", hidden, at_end * stream, 0, end, mask)]
         if eight_bits.in_any_layout(local, self.program):
             of_mlp, others = eight_bits.mlp_in_any_layout(local, again, at_start=at_start)
             if eight_bits.between_norms(local, again):

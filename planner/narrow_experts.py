@@ -10,7 +10,7 @@ backend, jax 0.10.2). Sizes are bytes of one device.
 from __future__ import annotations
 
 from ridgeline.planner import eight_bits
-from ridgeline.planner.activations import offloads_inputs, saved_arrays
+from ridgeline.planner.activations import NODE_DEVICES, offloads_inputs, saved_arrays
 from ridgeline.planner.delayed_experts import TURNS, fetches_within_layers
 from ridgeline.planner.local import LocalSizes
 from ridgeline.planner.recompute import Recomputed, recomputed
@@ -37,14 +37,14 @@ def in_rows(local: LocalSizes, again: Recomputed) -> list[tuple[int, int]]:
     return [(in_kernel + (2 * gates + 1) * narrow, beside), ((gates + 1) * narrow, beside + _summed(local))]
 
 
-def pending(local: LocalSizes, *, measured: bool) -> int:
-    """Return what is live when the gradients of the rows of the last layer before the loop are summed.
+def pending(local: LocalSizes, *, measured: bool, turns: int = TURNS) -> int:
+    """Return what is live when the gradients of the rows of the last of some layers before the loop are summed.
 
     The operands of the weight gradients of the layers before it, and of its own; its norm's input and the router's part of the gradient in
     float32. Where it waits for values from host memory, measured matmuls run meanwhile, and with them the weight gradients of the first of
     three layers (heap of Mixtral).
     """
-    layers = min(TURNS - (measured and fetches_within_layers(local)), local.model.moe_layers)
+    layers = min(turns - (measured and fetches_within_layers(local)), local.model.moe_layers)
     hidden, others = in_rows(local, recomputed(local.model, local.config.compute.remat))[1]
     wide = 2 * 4 // local.compute_itemsize * local.cut_stream_bytes
     # over tensor the inputs of attention are gathered in the compute dtype: of the layer before, and of the next one
@@ -98,11 +98,52 @@ def copied_stack(local: LocalSizes, backend: str) -> int:
     return local.model.num_layers * local.hidden_bytes if kept else 0
 
 
+def copies_both(local: LocalSizes) -> bool:
+    """Return whether both stacks are also copied before the last layer is written into them, as the first two layers still read them without.
+
+    So with one microbatch, norms of queries and keys, and no exchange of tokens (heaps of Qwen3 30B over fsdp=16, `none` and names of gate
+    and up). Elsewhere the last layer is written after that: in heaps of Mixtral, over expert or tensor, and in loops of microbatches. Which
+    kernel decides it is not known.
+    """
+    plain = local.config.trainer.accumulation == 1 and local.pipeline * local.tensor * local.expert * local.data * local.context == 1
+    return applies(local) and plain and local.model.qk_norm and local.fsdp > 1
+
+
 def turns_wait(local: LocalSizes) -> bool:
     """Return whether the weight gradients of the turns before the loop come together, in turns of several layers."""
     model, alone = local.model, local.data * local.context * local.tensor == 1
     narrow = local.config.compute.experts.capacity_factor is None and local.config.precision.eight_bit and not local.sends_uncapped
     return narrow and alone and model.moe is not None and model.layer_period > 1 and not local.adapted and local.fsdp > 1
+
+
+def sent_in_turns(local: LocalSizes) -> bool:
+    """Return whether turns of several layers send tokens to other nodes by all_to_all: all weight gradients cover these exchanges then, and
+    none are delayed beyond the next layer (heaps of gpt-oss: so with expert=16, not with 4 and 8)."""
+    model, experts = local.model, local.sends_uncapped and local.expert > NODE_DEVICES
+    alone = local.data * local.context * local.tensor == 1
+    return experts and alone and local.config.precision.eight_bit and model.layer_period > 1 and not local.adapted
+
+
+def in_sent_rows(local: LocalSizes, again: Recomputed) -> tuple[int, int]:
+    """Return the sizes of hidden activations and of all others in the experts of a layer that is `sent_in_turns`, less attention.
+
+    One kernel clamps gate and up and computes their gradients: gate in both layouts, up, the gradient of the input of down and both
+    results (without clamps as `in_rows`); of the rows the inputs and the gradients of the results, in float8.
+    """
+    hidden = 6 * local.hidden_bytes if local.model.mlp_clamp else in_rows(local, again)[0][0]
+    return hidden, 2 * eight_bits.one_byte(local, local.row_bytes)
+
+
+def of_sent_turns(local: LocalSizes, layers: int) -> int:
+    """Return what is live of the attention of so many layers, which is computed again at once, and of the zeros for their exchanges.
+
+    Queries, keys, values, the result and attention's update; the input of the MLP's norm in float32; in float8 the inputs of both matmuls
+    and attention's result. Each layer fills two arrays of slots and one of rows.
+    """
+    slots, rows = local.written_in_place
+    attention = local.query_bytes + 2 * local.key_bytes + local.context_bytes + eight_bits.one_byte(local, local.context_bytes)
+    streams = local.stream_bytes + 4 // local.compute_itemsize * local.stream_bytes + 2 * eight_bits.one_byte(local, local.stream_bytes)
+    return layers * (attention + streams + 2 * slots + rows)
 
 
 def operands_in_turn(local: LocalSizes) -> int:

@@ -57,6 +57,8 @@ class StepMemory(InLoss, AfterLayers, FirstNarrowExperts):
         # counted with constants, a few kernels cover the exchanges: weight gradients are not delayed
         if self.narrow_turns_wait:
             points["first turns of the backward pass"] = self.first_narrow_turns()
+        elif self.overlap and narrow_experts.sent_in_turns(self.local):
+            points["first turns of the backward pass"] = self.first_sent_turns()
         elif self.turn.layers > 1 and self.turn.pipelined and self.turn.recomputes and self.delays_over_exchanges:
             if delayed_experts.delays_turns(self.local):
                 points["first turns of the backward pass"] = self.first_turns()
