@@ -27,8 +27,8 @@ class FirstNarrowExperts(LiveBuffers):
 
         One after the other, before the last layer writes its own into the copies: between its forward pass and its experts' backward pass.
         What it writes is there, its weights and those of the next layer are gathered, and there are no gradients of layers yet. (Heaps of
-        Mixtral over context with fp8_delayed, where the copies come after and before the loss, and of Qwen3 30B over tensor.) Both are there
-        until the second layer where `narrow_experts.copies_both`, which has the operands of the first one's weight gradients.
+        Mixtral over context with fp8_delayed, where the copies come after and before the loss, and of Qwen3 30B over tensor.) Where
+        `narrow_experts.copies_both`, both are there until the second layer, beside the operands of the first one's weight gradients.
         """
         local = self.local
         copied = narrow_experts.copied_stack(local, self.backend) if self.overlap else 0

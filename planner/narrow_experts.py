@@ -99,7 +99,7 @@ def copied_stack(local: LocalSizes, backend: str) -> int:
 
 
 def copies_both(local: LocalSizes) -> bool:
-    """Return whether both stacks are also copied before the last layer is written into them, as the first two layers still read them without.
+    """Return whether both stacks are also copied before the last layer is written into them: the first two layers still read them without.
 
     So with one microbatch, norms of queries and keys, and no exchange of tokens (heaps of Qwen3 30B over fsdp=16, `none` and names of gate
     and up). Elsewhere the last layer is written after that: in heaps of Mixtral, over expert or tensor, and in loops of microbatches. Which

@@ -720,6 +720,7 @@ CLOSE = {
     ("models/mixtral-8x7b", "none"): {BACKWARD: 0.012, WHOLE: 0.036},
     ("models/mixtral-8x7b", "names"): {BACKWARD: 0.012, WHOLE: 0.02},
     ("models/qwen3-30b-a3b", "names", "", "tensor"): {BACKWARD: 0.012, WHOLE: 0.022},
+    ("models/qwen3-30b-a3b", "names"): {BACKWARD: 0.012, WHOLE: 0.012},
     ("models/qwen3-30b-a3b", "full", "dgx-h200", "tensor"): {START: 0.02, WHOLE: 0.016},
     ("models/llama-4-scout-17b-16e", "offload"): {START: 0.025, WHOLE: 0.012},
     ("models/qwen3-235b-a22b", "full"): {START: 0.012, BACKWARD: 0.02, WHOLE: 0.025},
