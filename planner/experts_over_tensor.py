@@ -86,8 +86,9 @@ def together(local: LocalSizes, program: GpuProgram) -> int:
         return 2 if again or not local.model.qk_norm else 1
     if not both or (capped(local) and local.model.qk_norm):
         return 1
-    if local.config.precision.eight_bit:  # in a loop too attention's matmuls are long from there on, with what quantizes for them
-        short = delayed_experts.short_attention(local, NORMS_FACTOR)
+    if local.config.precision.eight_bit:
+        # also in a loop attention's matmuls are long from there on; this project's attention kernels hide more than cuDNN's
+        short = delayed_experts.short_attention(local, NORMS_FACTOR) and local.attention_backend() == "cudnn"
         return 3 if local.model.qk_norm and short and not _between_nodes(local) and not _keeps_update(local) else 2
     long = not delayed_experts.short_attention(local, NORMS_FACTOR if local.model.qk_norm and not in_loop else 1)
     return 2 if capped(local) or long or (_between_nodes(local) and not in_loop) else 3
