@@ -41,6 +41,16 @@ class ExpertsPeak(LiveBuffers):
         return self.plain_experts and self.local.config.compute.experts.capacity_factor is None
 
     @property
+    def reduces_together(self) -> bool:
+        """Whether the layers before the loop compute their weight gradients together, at the end of the last of them.
+
+        So where kernels are counted with constants and no tokens are exchanged: these gradients, which nothing waits for, are put before
+        the first reduction, and the next layer's weights are gathered after it. (Heaps of Mixtral on A100 with `full` and with values in
+        host memory; it is most with few tokens and many devices, when stacks of gradients are smaller than the gradients of a layer.)
+        """
+        return self.groups_rows and self.local.expert == 1 and not self.program.measured_matmuls
+
+    @property
     def gathers_after_mlp(self) -> bool:
         """Whether the gathers of the next layer's weights begin after the MLP of a layer with experts: what follows covers them.
 

@@ -30,6 +30,7 @@ from ridgeline.planner.activations import (
     saved_arrays,
 )
 from ridgeline.planner.after_layers import AfterLayers
+from ridgeline.planner.first_kept_turns import FirstKeptTurns
 from ridgeline.planner.first_narrow_experts import FirstNarrowExperts
 from ridgeline.planner.in_loss import InLoss
 from ridgeline.planner.layer_peak import SLOTS_IN_FLIGHT, STREAMS_IN_FLIGHT
@@ -41,7 +42,7 @@ Components = dict[str, Component]
 
 
 @dataclass(frozen=True)
-class StepMemory(InLoss, AfterLayers, FirstNarrowExperts):
+class StepMemory(InLoss, AfterLayers, FirstNarrowExperts, FirstKeptTurns):
     """What is live at each point of a step of these sizes."""
 
     def points(self) -> dict[str, Components]:
@@ -61,6 +62,8 @@ class StepMemory(InLoss, AfterLayers, FirstNarrowExperts):
                 points["first turns of the backward pass"] = self.first_turns()
             elif delayed_experts.reduces_late(self.local):
                 points["first turns of the backward pass"] = self.reductions_of_first_turns()
+        elif self.keeps_turns:
+            points["first turns of the backward pass"] = self.first_kept_turns()
         if self.overlap:
             points["end of the backward pass"] = self.end_of_backward()
         if self.combined and self.local.fsdp > 1:
@@ -239,7 +242,7 @@ class StepMemory(InLoss, AfterLayers, FirstNarrowExperts):
         if reducing and (self.reduces_in_turn or self.scatters_scaled):
             reducing = 2 * reducing // self.sharded.fsdp  # the sums over fsdp, and together as they are summed over the other axes
         reducing += self.turned_gradients() if reducing and not self.scatters_scaled else 0
-        reducing = 0 if self.reduces_before_mlp else reducing
+        reducing = 0 if self.reduces_before_mlp or self.keeps_turns else reducing
         # with fsdp they are small, and the weights of the next turn are counted, of which those of a layer are gone
         reducing += self.turn.reduced_gradients(self.sharded.fsdp) if self.reduced and local.fsdp == 1 else 0
         twice = self.pipelines_twice and not local.model.tie_embeddings  # the second of these turns reduces it
@@ -430,6 +433,8 @@ class StepMemory(InLoss, AfterLayers, FirstNarrowExperts):
             **(self.late_down() if before and eight_bits.of_experts(local) and offloads_inputs(local) else {}),
             "its end": (local.hidden_bytes + streams * local.stream_bytes, gathered if early else 0, (before + 1) * layer + unscaled),
         }
+        if self.reduces_together:
+            points["its end, with all weight gradients"] = (points["its end"][0], 0, min(DELAYED + 1, local.model.moe_layers) * layer)
         where, (working, copies, gradients) = max(points.items(), key=lambda point: sum(point[1]))
         working += before * of_attention + self.recomputed_attention() + self.outside.activations
         return {

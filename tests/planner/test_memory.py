@@ -718,6 +718,10 @@ CLOSE = {
     ("models/qwen3-30b-a3b", "offload", "dgx-b200"): {START: 0.015, BACKWARD: 0.012, WHOLE: 0.07},  # places leave 4 GB
     ("models/llama-4-scout-17b-16e", "offload"): {START: 0.025, WHOLE: 0.012},
     ("models/qwen3-235b-a22b", "full"): {START: 0.012, BACKWARD: 0.02, WHOLE: 0.025},
+    ("models/gpt-oss-20b", "none", "", "tensor"): {START: 0.02, BACKWARD: 0.02, WHOLE: 0.02},
+    ("models/gpt-oss-20b", "attention-only", "dgx-h200", ""): {START: 0.025, BACKWARD: 0.04, WHOLE: 0.03},
+    ("models/llama-4-scout-17b-16e", "attention-only"): {BACKWARD: 0.06},
+    ("models/mixtral-8x7b", "offload", "dgx-a100", ""): {START: 0.012, WHOLE: 0.012},
 }
 """Model and policy, and where several have both the length of the rows or a mesh with tensor or data -> points whose sum of components is
 planned closely, and how closely; at other points of these steps less is live than planned, or the plan is known to be off."""
