@@ -32,6 +32,7 @@ from ridgeline.planner.activations import (
 from ridgeline.planner.after_layers import AfterLayers
 from ridgeline.planner.first_kept_turns import FirstKeptTurns
 from ridgeline.planner.first_narrow_experts import FirstNarrowExperts
+from ridgeline.planner.first_whole_turns import FirstWholeTurns
 from ridgeline.planner.in_loss import InLoss
 from ridgeline.planner.layer_peak import SLOTS_IN_FLIGHT, STREAMS_IN_FLIGHT
 from ridgeline.planner.live_buffers import DELAYED
@@ -42,7 +43,7 @@ Components = dict[str, Component]
 
 
 @dataclass(frozen=True)
-class StepMemory(InLoss, AfterLayers, FirstNarrowExperts, FirstKeptTurns):
+class StepMemory(InLoss, AfterLayers, FirstNarrowExperts, FirstKeptTurns, FirstWholeTurns):
     """What is live at each point of a step of these sizes."""
 
     def points(self) -> dict[str, Components]:
@@ -57,6 +58,8 @@ class StepMemory(InLoss, AfterLayers, FirstNarrowExperts, FirstKeptTurns):
         # counted with constants, a few kernels cover the exchanges: weight gradients are not delayed
         if self.narrow_turns_wait:
             points["first turns of the backward pass"] = self.first_narrow_turns()
+        elif self.whole_turns:
+            points["first turns of the backward pass"] = self.first_whole_turns()
         elif self.turn.layers > 1 and self.turn.pipelined and self.turn.recomputes and self.delays_over_exchanges:
             if delayed_experts.delays_turns(self.local):
                 points["first turns of the backward pass"] = self.first_turns()
