@@ -77,6 +77,7 @@ class StepMemory(InLoss, AfterLayers, FirstNarrowExperts, FirstKeptTurns, FirstW
             # where gradients are summed over data or context too, one layer is not in the loop: it waits for them as those in the loop do
             waits = self.waits and not delayed_experts.delays_beside_gathers(self.local)
             delayed = not self.reduces_in_turn and not waits and not self.experts_late and not delayed_experts.covered_early(self.local)
+            delayed = delayed and not self.computes_after_sends
             if self.delays_over_tensor > 1:
                 points["first layers of the backward pass"] = self.first_layers_over_tensor()
             elif delayed and (self.reduces_table_early or not delayed_experts.fetches_within_layers(self.local) or self.recomputes_at_once):
@@ -290,7 +291,11 @@ class StepMemory(InLoss, AfterLayers, FirstNarrowExperts, FirstKeptTurns, FirstW
         """
         local = self.local
         capacity, operands = local.config.compute.experts.capacity_factor is not None, self.turn.before_weight_gradients()
-        delayed = DELAYED * (operands + 2 * local.row_bytes)
+        # where all is kept, the inputs of gate and up are sent to the rows once more, later
+        again = local.sends_uncapped and not self.turn.recomputes and not local.config.precision.eight_bit
+        delayed = DELAYED * (operands + (1 if again else 2) * local.row_bytes)
+        if self.pends_third:
+            delayed += 3 * local.hidden_bytes + 2 * local.row_bytes
         if capacity and offloads_inputs(local):
             delayed -= DELAYED * local.hidden_bytes + local.row_bytes
         remat = local.config.compute.remat
@@ -423,13 +428,16 @@ class StepMemory(InLoss, AfterLayers, FirstNarrowExperts, FirstKeptTurns, FirstW
         in_mlp += local.hidden_bytes + local.row_bytes if covers else 0
         if self.experts_wait and experts_over_tensor.applies(local) and not local.config.precision.eight_bit:
             in_mlp = experts_over_tensor.one_layer(local, self.program)
+        if self.sends_in_layers:
+            in_mlp += self.turn.zeroed_slots() + self.turn.zeros_of_turn
         unscaled = 4 * local.mlp_matrix if narrow else 0  # the result of a kernel, which is multiplied by its scale next
         if eight_bits.of_experts(local):
             in_mlp = self.in_narrow_experts()
         in_mlp += delayed_experts.next_attention(local) + delayed_experts.fetched_early(local)
         # Latent attention of the next layer, or one with values in host memory, needs its weights while the gradients of this one wait; and
-        # XLA has no times for grouped matmuls, by which they would cover that gather.
-        early = latent or narrow or delayed_experts.fetches_within_layers(local) or self.groups_rows
+        # XLA has no times for grouped matmuls, by which they would cover that gather. What is computed again waits for these weights too.
+        fetches, again = delayed_experts.fetches_within_layers(local), self.turn.recomputes and self.plain_experts
+        early = latent or narrow or fetches or self.groups_rows or again
         gathered, streams = self.gathered_layer() + self.outside.weights, 5 if latent else 3
         points = {
             **({} if narrow else {"its MLP": (in_mlp, gathered, (before - (covers and before > 1)) * layer)}),
