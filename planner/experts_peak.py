@@ -80,7 +80,13 @@ class ExpertsPeak(LiveBuffers):
     def pends_third(self) -> bool:
         """Whether the weight gradients of two such layers wait for the exchanges of the third one, which is computed again: without norms
         of queries and keys nothing else hides them (heaps of Mixtral with `dots` and `full`; `attention-only` has those of two)."""
-        return self.sends_long and self.turn.recomputes and not self.local.model.qk_norm
+        return self.sends_long and self.turn.recomputes and not self.local.model.qk_norm and not self.pends_fetching
+
+    @property
+    def pends_fetching(self) -> bool:
+        """Whether the weight gradients of two such layers wait although values within blocks come from host memory: where these sends are
+        long, and no norms of queries and keys hide them (heap of Mixtral over expert=4)."""
+        return self.sends_long and delayed_experts.fetches_within_layers(self.local) and not self.local.model.qk_norm
 
     @property
     def gathers_after_mlp(self) -> bool:

@@ -77,10 +77,10 @@ class StepMemory(InLoss, AfterLayers, FirstNarrowExperts, FirstKeptTurns, FirstW
             # where gradients are summed over data or context too, one layer is not in the loop: it waits for them as those in the loop do
             waits = self.waits and not delayed_experts.delays_beside_gathers(self.local)
             delayed = not self.reduces_in_turn and not waits and not self.experts_late and not delayed_experts.covered_early(self.local)
-            delayed = delayed and not self.computes_after_sends
+            delayed, fetches = delayed and not self.computes_after_sends, delayed_experts.fetches_within_layers(self.local)
             if self.delays_over_tensor > 1:
                 points["first layers of the backward pass"] = self.first_layers_over_tensor()
-            elif delayed and (self.reduces_table_early or not delayed_experts.fetches_within_layers(self.local) or self.recomputes_at_once):
+            elif delayed and (self.reduces_table_early or not fetches or self.recomputes_at_once or self.pends_fetching):
                 points["first layers of the backward pass"] = self.first_layers()
             if self.reduced:
                 points["reductions of the first layers"] = self.reductions_of_first_layers()
@@ -292,8 +292,9 @@ class StepMemory(InLoss, AfterLayers, FirstNarrowExperts, FirstKeptTurns, FirstW
         local = self.local
         capacity, operands = local.config.compute.experts.capacity_factor is not None, self.turn.before_weight_gradients()
         # where all is kept, the inputs of gate and up are sent to the rows once more, later
-        again = local.sends_uncapped and not self.turn.recomputes and not local.config.precision.eight_bit
+        again = (local.sends_uncapped and not self.turn.recomputes and not local.config.precision.eight_bit) or self.pends_fetching
         delayed = DELAYED * (operands + (1 if again else 2) * local.row_bytes)
+        delayed += delayed_experts.fetched_early(local) if self.pends_fetching else 0
         if self.pends_third:
             delayed += 3 * local.hidden_bytes + 2 * local.row_bytes
         if capacity and offloads_inputs(local):
