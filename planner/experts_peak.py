@@ -41,6 +41,54 @@ class ExpertsPeak(LiveBuffers):
         return self.plain_experts and self.local.config.compute.experts.capacity_factor is None
 
     @property
+    def reduces_together(self) -> bool:
+        """Whether the layers before the loop compute their weight gradients together, at the end of the last of them.
+
+        So where kernels are counted with constants and no tokens are exchanged: these gradients, which nothing waits for, are put before
+        the first reduction, and the next layer's weights are gathered after it. (Heaps of Mixtral on A100 with `full` and with values in
+        host memory; it is most with few tokens and many devices, when stacks of gradients are smaller than the gradients of a layer.)
+        """
+        return self.groups_rows and self.local.expert == 1 and not self.program.measured_matmuls
+
+    @property
+    def sends_in_layers(self) -> bool:
+        """Whether single layers send tokens by all_to_all without a capacity, under measured times, and do not reduce their own gradients;
+        not looked at with latent attention."""
+        sends = self.local.sends_uncapped and not self.reduces_in_turn and not self.local.latent_bytes
+        return self.plain_experts and sends and self.program.measured_matmuls
+
+    @property
+    def sends_long(self) -> bool:
+        """Whether such layers receive so much from other devices that weight gradients of layers before wait for an exchange.
+
+        Bounds from heaps of Mixtral and Qwen3 30B: so with 201 MB (expert=4) and more, not with 134 MB (expert=2) and less.
+        """
+        return self.sends_in_layers and 2 * (self.local.expert - 1) * self.local.cut_stream_bytes > delayed_experts.LONG_GATHER
+
+    @property
+    def computes_after_sends(self) -> bool:
+        """Whether such layers compute the weight gradients of their experts themselves, before the loop too.
+
+        The sums of the gradients of norms of queries and keys hide short exchanges. Where gate and up are kept in a loop of microbatches,
+        no second exchange of a layer follows. (Heaps of Qwen3 30B: expert=2 and 16, and expert=8 with `dots`, not with `none` and `full`.)
+        """
+        local = self.local
+        kept = self.in_loop and self.turn.recomputes and not experts_over_tensor.recomputes_experts(local)
+        return self.sends_in_layers and local.model.qk_norm and (not self.sends_long or kept)
+
+    @property
+    def pends_third(self) -> bool:
+        """Whether the weight gradients of two such layers wait for the exchanges of the third one, which is computed again: without norms
+        of queries and keys nothing else hides them (heaps of Mixtral with `dots` and `full`; `attention-only` has those of two)."""
+        return self.sends_long and self.turn.recomputes and not self.local.model.qk_norm and not self.pends_fetching
+
+    @property
+    def pends_fetching(self) -> bool:
+        """Whether the weight gradients of two such layers wait although values within blocks come from host memory: where these sends are
+        long, and no norms of queries and keys hide them (heap of Mixtral over expert=4)."""
+        return self.sends_long and delayed_experts.fetches_within_layers(self.local) and not self.local.model.qk_norm
+
+    @property
     def gathers_after_mlp(self) -> bool:
         """Whether the gathers of the next layer's weights begin after the MLP of a layer with experts: what follows covers them.
 

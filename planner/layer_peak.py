@@ -66,7 +66,7 @@ class LayerPeak(MlpPeak):
             if experts_over_tensor.recomputes_experts(local):
                 at_mlp = experts_over_tensor.hidden_activations(local, self.program)
         down = local.mlp_matrix * local.gradient_itemsize if self.reduced and self.combined and not local.adapted else 0
-        if down and local.model.moe is not None:  # those of the other layers of the turn wait for its end
+        if down and local.model.moe is not None and not self.keeps_turns:  # those of the other layers of the turn wait for its end
             down += (self.turn.trained_weights - local.gathered_trained_weights) * local.gradient_itemsize
         sizes = at_end, waiting + more, down, mask, attention
         narrow = self._points_of_narrow_matmuls(again, at_mlp, at_mlp - usual, together, sizes, at_start=at_start)

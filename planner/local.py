@@ -16,7 +16,7 @@ from ridgeline.configs.model_schema import ModelConfig
 from ridgeline.configs.pipeline import of_stage, stored_by_stage
 from ridgeline.configs.schema import Config
 from ridgeline.planner.adapters import AdaptedMatrix, adapted_matrices, base_scales
-from ridgeline.planner.experts import BLOCK, buffer_rows, exchange_method, peer_slots
+from ridgeline.planner.experts import BLOCK, TILE, buffer_rows, exchange_method, padded_rows, peer_slots
 from ridgeline.planner.parameters import (
     all_mlp_matmul_parameters,
     attention_matmul_parameters,
@@ -172,6 +172,18 @@ class LocalSizes:
         """Rows of a hidden activation: of the MLP one per token, of experts those of the buffer and of the shared experts."""
         moe = self.model.moe
         return self.tokens if moe is None else self.expert_rows + moe.shared_experts * self.tokens
+
+    @property
+    def pads_hidden(self) -> bool:
+        """Whether hidden activations of experts are padded to whole tiles, for the kernels of grouped matmuls (models/moe)."""
+        moe, capacity = self.model.moe, self.config.compute.experts.capacity_factor
+        return moe is not None and capacity is None and self.model.expert_width // self.tensor % TILE > 0
+
+    @property
+    def padded_hidden_bytes(self) -> int:
+        """Bytes of a hidden activation in whole tiles."""
+        width = self.model.expert_width // self.tensor
+        return self.hidden_bytes * padded_rows(width, 1, TILE) // width if self.pads_hidden else self.hidden_bytes
 
     @cached_property
     def row_bytes(self) -> int:

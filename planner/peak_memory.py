@@ -30,7 +30,9 @@ from ridgeline.planner.activations import (
     saved_arrays,
 )
 from ridgeline.planner.after_layers import AfterLayers
+from ridgeline.planner.first_kept_turns import FirstKeptTurns
 from ridgeline.planner.first_narrow_experts import FirstNarrowExperts
+from ridgeline.planner.first_whole_turns import FirstWholeTurns
 from ridgeline.planner.in_loss import InLoss
 from ridgeline.planner.layer_peak import SLOTS_IN_FLIGHT, STREAMS_IN_FLIGHT
 from ridgeline.planner.live_buffers import DELAYED
@@ -41,7 +43,7 @@ Components = dict[str, Component]
 
 
 @dataclass(frozen=True)
-class StepMemory(InLoss, AfterLayers, FirstNarrowExperts):
+class StepMemory(InLoss, AfterLayers, FirstNarrowExperts, FirstKeptTurns, FirstWholeTurns):
     """What is live at each point of a step of these sizes."""
 
     def points(self) -> dict[str, Components]:
@@ -59,11 +61,15 @@ class StepMemory(InLoss, AfterLayers, FirstNarrowExperts):
             points["first turns of the backward pass"] = self.first_narrow_turns()
         elif self.overlap and narrow_experts.sent_in_turns(self.local):
             points["first turns of the backward pass"] = self.first_sent_turns()
+        elif self.whole_turns:
+            points["first turns of the backward pass"] = self.first_whole_turns()
         elif self.turn.layers > 1 and self.turn.pipelined and self.turn.recomputes and self.delays_over_exchanges:
             if delayed_experts.delays_turns(self.local):
                 points["first turns of the backward pass"] = self.first_turns()
             elif delayed_experts.reduces_late(self.local):
                 points["first turns of the backward pass"] = self.reductions_of_first_turns()
+        elif self.keeps_turns:
+            points["first turns of the backward pass"] = self.first_kept_turns()
         if self.overlap:
             points["end of the backward pass"] = self.end_of_backward()
         if self.combined and self.local.fsdp > 1:
@@ -74,9 +80,10 @@ class StepMemory(InLoss, AfterLayers, FirstNarrowExperts):
             # where gradients are summed over data or context too, one layer is not in the loop: it waits for them as those in the loop do
             waits = self.waits and not delayed_experts.delays_beside_gathers(self.local)
             delayed = not self.reduces_in_turn and not waits and not self.experts_late and not delayed_experts.covered_early(self.local)
+            delayed, fetches = delayed and not self.computes_after_sends, delayed_experts.fetches_within_layers(self.local)
             if self.delays_over_tensor > 1:
                 points["first layers of the backward pass"] = self.first_layers_over_tensor()
-            elif delayed and (self.reduces_table_early or not delayed_experts.fetches_within_layers(self.local) or self.recomputes_at_once):
+            elif delayed and (self.reduces_table_early or not fetches or self.recomputes_at_once or self.pends_fetching):
                 points["first layers of the backward pass"] = self.first_layers()
             if self.reduced:
                 points["reductions of the first layers"] = self.reductions_of_first_layers()
@@ -242,7 +249,7 @@ class StepMemory(InLoss, AfterLayers, FirstNarrowExperts):
         if reducing and (self.reduces_in_turn or self.scatters_scaled):
             reducing = 2 * reducing // self.sharded.fsdp  # the sums over fsdp, and together as they are summed over the other axes
         reducing += self.turned_gradients() if reducing and not self.scatters_scaled else 0
-        reducing = 0 if self.reduces_before_mlp else reducing
+        reducing = 0 if self.reduces_before_mlp or self.keeps_turns else reducing
         # with fsdp they are small, and the weights of the next turn are counted, of which those of a layer are gone
         reducing += self.turn.reduced_gradients(self.sharded.fsdp) if self.reduced and local.fsdp == 1 else 0
         twice = self.pipelines_twice and not local.model.tie_embeddings  # the second of these turns reduces it
@@ -287,7 +294,12 @@ class StepMemory(InLoss, AfterLayers, FirstNarrowExperts):
         """
         local = self.local
         capacity, operands = local.config.compute.experts.capacity_factor is not None, self.turn.before_weight_gradients()
-        delayed = DELAYED * (operands + 2 * local.row_bytes)
+        # where all is kept, the inputs of gate and up are sent to the rows once more, later
+        again = (local.sends_uncapped and not self.turn.recomputes and not local.config.precision.eight_bit) or self.pends_fetching
+        delayed = DELAYED * (operands + (1 if again else 2) * local.row_bytes)
+        delayed += delayed_experts.fetched_early(local) if self.pends_fetching else 0
+        if self.pends_third:
+            delayed += 3 * local.hidden_bytes + 2 * local.row_bytes
         if capacity and offloads_inputs(local):
             delayed -= DELAYED * local.hidden_bytes + local.row_bytes
         remat = local.config.compute.remat
@@ -420,20 +432,25 @@ class StepMemory(InLoss, AfterLayers, FirstNarrowExperts):
         in_mlp += local.hidden_bytes + local.row_bytes if covers else 0
         if self.experts_wait and experts_over_tensor.applies(local) and not local.config.precision.eight_bit:
             in_mlp = experts_over_tensor.one_layer(local, self.program)
+        if self.sends_in_layers:
+            in_mlp += self.turn.zeroed_slots() + self.turn.zeros_of_turn
         # the result of a kernel, which is multiplied by its scale next
         unscaled = local.mlp_matrix * local.gradient_itemsize if narrow and not self.reduces_in_turn else 0
         if eight_bits.of_experts(local):
             in_mlp = self.in_narrow_experts()
         in_mlp += delayed_experts.next_attention(local) + delayed_experts.fetched_early(local)
         # Latent attention of the next layer, or one with values in host memory, needs its weights while the gradients of this one wait; and
-        # XLA has no times for grouped matmuls, by which they would cover that gather.
-        early = latent or narrow or delayed_experts.fetches_within_layers(local) or self.groups_rows
+        # XLA has no times for grouped matmuls, by which they would cover that gather. What is computed again waits for these weights too.
+        fetches, again = delayed_experts.fetches_within_layers(local), self.turn.recomputes and self.plain_experts
+        early = latent or narrow or fetches or self.groups_rows or again
         gathered, streams = self.gathered_layer() + self.outside.weights, 5 if latent else 3
         points = {
             **({} if narrow else {"its MLP": (in_mlp, gathered, (before - (covers and before > 1)) * layer)}),
             **(self.late_down() if before and eight_bits.of_experts(local) and offloads_inputs(local) else {}),
             "its end": (local.hidden_bytes + streams * local.stream_bytes, gathered if early else 0, (before + 1) * layer + unscaled),
         }
+        if self.reduces_together:
+            points["its end, with all weight gradients"] = (points["its end"][0], 0, min(DELAYED + 1, local.model.moe_layers) * layer)
         where, (working, copies, gradients) = max(points.items(), key=lambda point: sum(point[1]))
         working += before * of_attention + self.recomputed_attention() + self.outside.activations
         return {

@@ -261,10 +261,10 @@ def test_experts_in_8_bits_transpose_what_they_saved():
 
 
 def test_trained_experts_between_windows_take_what_is_planned():
-    """gpt-oss, all but one 11 to 175 % off without the terms that are for it: gradients that are summed over context too are reduced within
+    """gpt-oss, all but two 11 to 175 % off without the terms that are for it: gradients that are summed over context too are reduced within
     their turn, exchanges write into zeros, biases' gradients are padded, and over tensor the rows of two layers are live."""
     cases = [case for case in DRAWN if case["config"] == "models/gpt-oss-20b" and not any("lora" in item for item in case["overrides"])]
-    assert len(cases) == 9
+    assert len(cases) == 10
     for case in cases:
         assert abs(relative_error(case | {"overlap": True, "combined": True})) < 0.05, (case["mesh"], case["overrides"])
 
@@ -724,6 +724,19 @@ CLOSE = {
     ("models/qwen3-30b-a3b", "full", "dgx-h200", "tensor"): {START: 0.02, WHOLE: 0.016},
     ("models/llama-4-scout-17b-16e", "offload"): {START: 0.025, WHOLE: 0.012},
     ("models/qwen3-235b-a22b", "full"): {START: 0.012, BACKWARD: 0.02, WHOLE: 0.025},
+    ("models/gpt-oss-20b", "none", "", "tensor"): {START: 0.02, BACKWARD: 0.02, WHOLE: 0.02},
+    ("models/gpt-oss-20b", "attention-only", "dgx-h200", ""): {START: 0.025, BACKWARD: 0.04, WHOLE: 0.03},
+    ("models/llama-4-scout-17b-16e", "attention-only"): {BACKWARD: 0.06},
+    ("models/mixtral-8x7b", "offload", "dgx-a100", ""): {START: 0.012, WHOLE: 0.012},
+    ("models/gpt-oss-20b", "dots", "dgx-b200"): {START: 0.012, BACKWARD: 0.035, WHOLE: 0.02},
+    ("models/gpt-oss-20b", "full", "dgx-b200"): {START: 0.015, BACKWARD: 0.018, WHOLE: 0.02},
+    ("models/gpt-oss-20b", "offload", "dgx-a100"): {START: 0.03, BACKWARD: 0.025, WHOLE: 0.018},
+    ("models/gpt-oss-20b", "dots", "dgx-h200"): {START: 0.06, BACKWARD: 0.035, WHOLE: 0.02},  # places in the heap leave gaps of 8 %
+    ("models/llama-4-scout-17b-16e", "full", "dgx-b200"): {START: 0.012, WHOLE: 0.015},
+    ("models/mixtral-8x7b", "offload", "dgx-h200"): {START: 0.05, WHOLE: 0.08},  # places in the heap leave gaps of 5 %
+    ("models/mixtral-8x7b", "dots"): {START: 0.035, BACKWARD: 0.04, WHOLE: 0.04},
+    ("models/qwen3-30b-a3b", "dots", "dgx-h200"): {START: 0.012, WHOLE: 0.012},
+    ("models/qwen3-30b-a3b", "none"): {START: 0.015, WHOLE: 0.012},
 }
 """Model and policy, and where several have both the length of the rows or a mesh with tensor or data -> points whose sum of components is
 planned closely, and how closely; at other points of these steps less is live than planned, or the plan is known to be off."""
