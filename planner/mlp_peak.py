@@ -23,6 +23,9 @@ REDUCED_EARLY = 3 * 2**29
 
 Bounds from heaps: so with 1.36 GB (Phi-4) and, with any number of tokens, less; not with 1.95 GB (Qwen2.5 32B, with float32 gradients).
 """
+BY_TIME = 0.8 * 0.95
+"""Share of device memory up to which XLA's scheduler orders by time alone, without the step's arguments: 80 % where it is not given a pool,
+and xla_gpu_memory_limit_slop_factor (GetSchedulerMemoryLimit, xla/service/gpu/gpu_hlo_schedule.cc)."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +135,22 @@ class MlpPeak(ExpertsPeak):
         plain = local.config.precision.matmul in ("compute", "fp8") and local.model.norm_position == "pre" and local.tensor == 1
         return local.uniform_dense and plain and self.in_loop
 
+    @property
+    def _plain_alone(self) -> bool:
+        """Whether there is one microbatch, in layers as in `_plain_in_loop` that are sharded over fsdp."""
+        local = self.local
+        plain = local.config.precision.matmul == "compute" and local.model.norm_position == "pre" and local.tensor * local.context == 1
+        return self.overlap and not self.in_loop and local.uniform_dense and plain and local.fsdp > 1
+
+    def _exceeds_memory(self, attention: int) -> bool:
+        """Return whether a layer's MLP needs so much that XLA orders it for less memory: attention's arrays are then not all there.
+
+        attention: bytes of these. Looked at only with one microbatch (heap of Qwen3 32B, 89 GB for devices with 85 GB).
+        """
+        local = self.local
+        hidden = (4 if local.model.gated_mlp else 3) * local.hidden_bytes
+        return self._plain_alone and hidden + attention + 8 * local.stream_bytes > BY_TIME * self.program.memory_bytes
+
     def _streams_in_mlp(self, usual: int, *, at_start: bool) -> int:
         """Return the size of what is live in the MLP of a layer beside hidden activations; usual: number of streams, where it is not known.
 
@@ -149,11 +168,11 @@ class MlpPeak(ExpertsPeak):
             return self._streams_after_norms()
         if self._inputs_from_host_over_tensor:
             return self._streams_over_tensor(at_start=at_start)
-        inputs = self._plain_in_loop and offloads_inputs(local)
-        if not (inputs or self._reads_hidden_from_host or self.computes_gradient_early):
-            return usual * local.stream_bytes
+        inputs = (self._plain_in_loop or self._plain_alone) and offloads_inputs(local)
         attention = local.query_bytes + local.context_bytes + 2 * local.key_bytes
         attention += local.query_bytes + local.key_bytes if local.model.qk_norm else 0
+        if not (inputs or self._reads_hidden_from_host or self.computes_gradient_early) or self._exceeds_memory(attention):
+            return usual * local.stream_bytes
         if self._reads_hidden_from_host:  # `backward` adds one stream in float32
             return attention + 4 * local.stream_bytes - 4 * local.tokens * local.model.embed_dim
         return attention + 4 * local.stream_bytes
