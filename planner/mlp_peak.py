@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from ridgeline.planner import delayed_experts, eight_bits, experts_over_tensor, ordered_scales
 from ridgeline.planner.activations import NODE_DEVICES, offloads_inputs
 from ridgeline.planner.experts_peak import ExpertsPeak
-from ridgeline.planner.live_buffers import FEW_TOKENS
 from ridgeline.planner.overlap import WIDEST_TENSOR
 from ridgeline.planner.recompute import recomputed
+from ridgeline.planner.turn import FEW_TOKENS
 
 FROM_BLOCK_INPUTS = ("full", "names", "offload")
 """Policies with which the backward pass computes the inputs of MLP down again."""
@@ -303,8 +303,12 @@ class MlpPeak(ExpertsPeak):
             streams += local.stream_bytes * 2 // local.compute_itemsize  # final hidden states are float32
         if model.activation == "gelu_tanh" and self.turn.in_order and not narrow:
             # in a loop of microbatches the weight gradients that are pending come before the gradient of the input of down, while the next
-            # block's input comes from host memory (heaps of Gemma 3 12B and 4B, Gemma 2 9B)
-            of_mlp += 0 if self.in_loop and offloads_inputs(local) else local.hidden_bytes
+            # block's input comes from host memory (heaps of Gemma 3 12B and 4B, Gemma 2 9B), and in a layer that has a pending one more
+            more = at_start and layers > self.turn.pending
+            of_mlp += 0 if self.in_loop and (offloads_inputs(local) or more) else local.hidden_bytes
+            # a float32 tanh, of two hidden activations, is there beside that gradient where bfloat16 is multiplied in float32; in the loop the
+            # pending weight gradients come first by constants (heap of Gemma 2 2B on A100)
+            of_mlp += local.hidden_bytes if at_start and not self.program.adds_bfloat16 and not offloads_inputs(local) else 0
         elif self.turn.in_order and not narrow and self._computes_gates_first:
             of_mlp += 2 * local.hidden_bytes
         elif model.activation == "gelu_tanh" and not self.in_loop and not narrow:  # so in the heaps of Gemma 2 and 3

@@ -489,6 +489,8 @@ AT_END = (LAST, "reductions after the layers")
 CLOSE = {
     ("models/gemma2-9b", "offload", "dgx-h200"): {BACKWARD: 0.018, WHOLE: 0.025},
     ("models/phi4-14b", "offload", "", ""): {START: 0.02, BACKWARD: 0.02, WHOLE: 0.012},
+    ("models/gemma3-4b", "full", "dgx-h200"): {"loss": 0.012, START: 0.012, BACKWARD: 0.022, WHOLE: 0.012},
+    ("models/gemma2-2b", "full", "dgx-a100"): {"loss": 0.02, START: 0.012, BACKWARD: 0.012, WHOLE: 0.012},
     ("models/qwen3-32b", "offload", 8192): {START: 0.012, BACKWARD: 0.012, LAST: 0.015, WHOLE: 0.012},
     ("models/qwen3-4b", "offload"): {START: 0.012, BACKWARD: 0.03, WHOLE: 0.03},
     ("models/llama-3.1-8b", "offload", "", ""): {START: 0.012, BACKWARD: 0.02, LAST: 0.012, WHOLE: 0.012},
