@@ -304,10 +304,10 @@ class MlpPeak(ExpertsPeak):
         if model.activation == "gelu_tanh" and self.turn.in_order and not narrow:
             # in a loop of microbatches the weight gradients that are pending come before the gradient of the input of down, while the next
             # block's input comes from host memory (heaps of Gemma 3 12B and 4B, Gemma 2 9B), and in a layer that has a pending one more
-            more = at_start and layers > self.turn.pending
-            of_mlp += 0 if self.in_loop and (offloads_inputs(local) or more) else local.hidden_bytes
-            # a float32 tanh, of two hidden activations, is there beside that gradient where bfloat16 is multiplied in float32; in the loop the
-            # pending weight gradients come first by constants (heap of Gemma 2 2B on A100)
+            more = at_start and layers > self.turn.pending and local.config.compute.remat.policy == "full"
+            of_mlp += 0 if more or (self.in_loop and offloads_inputs(local)) else local.hidden_bytes
+            # a float32 tanh, of two hidden activations, is there beside that gradient where bfloat16 is multiplied in float32; in the loop
+            # the pending weight gradients come first by constants (heap of Gemma 2 2B on A100)
             of_mlp += local.hidden_bytes if at_start and not self.program.adds_bfloat16 and not offloads_inputs(local) else 0
         elif self.turn.in_order and not narrow and self._computes_gates_first:
             of_mlp += 2 * local.hidden_bytes
