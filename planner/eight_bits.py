@@ -36,10 +36,27 @@ def in_mlp(local: LocalSizes, again: Recomputed) -> tuple[int, int]:
     Hidden: those two, their input, gate and up where they are recomputed, and in float8 the inputs of three weight gradients. Others:
     gathered in float8, the inputs of attention and MLP and the gradient of the MLP's update; queries, the result of attention in both
     dtypes, keys and values; where it is recomputed, attention's update before its reduction. The stream between blocks has its own term.
+
+    Where the scales are those of this step, two kernels quantize when the largest magnitudes of all devices are there: first the gradient
+    of gate. Then gate is gone, and the other gradient is computed from up and the gradient of the input of down, as it is quantized: the
+    three, both gradients in two layouts and the input of down in float8 are live (heaps of Llama 2 7B, `full`, Qwen2.5 32B and Qwen3 8B,
+    offload). The inputs of attention and MLP are quantized for their weight gradients later, in place of attention's update. With norms of
+    queries and keys the inputs of these are there.
     """
     hidden = (3 + len({"gate", "up"} & again.weights)) * local.hidden_bytes + 3 * one_byte(local, local.hidden_bytes)
     attention = local.query_bytes + local.context_bytes + one_byte(local, local.context_bytes) + 2 * local.key_bytes
+    if quantizes_in_two(local, again):
+        hidden -= local.hidden_bytes
+        attention += local.query_bytes + local.key_bytes if local.model.qk_norm else 0
     return hidden, 3 * one_byte(local, local.stream_bytes) + attention + local.stream_bytes * again.attention_update
+
+
+def quantizes_in_two(local: LocalSizes, again: Recomputed) -> bool:
+    """Return whether gate and up, computed again, are read by two kernels that quantize their gradients (`in_mlp`).
+
+    Not looked at where a norm follows the MLP.
+    """
+    return local.config.precision.matmul == "fp8" and {"gate", "up"} <= again.weights and not again.mlp_update
 
 
 def in_forward_pass_again(local: LocalSizes) -> tuple[int, int]:

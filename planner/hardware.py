@@ -61,6 +61,8 @@ class GpuProgram:
     a collective (compiled steps for the H100 with 64 GB)."""
     cores: int = 132
     """Streaming multiprocessors: XLA splits the summed dim of matmuls with fewer tiles (xla/backends/gpu/transforms/splitk_rewriter.cc)."""
+    memory_bytes: int = 84_942_979_072
+    """Device memory. A schedule that would need more than a share of it is ordered for less memory (planner/mlp_peak.py: BY_TIME)."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,7 @@ class Hardware:
             repeats_activation=self.cores * self.clock_hz / self.memory_bandwidth_bytes_per_s >= CYCLES_PER_BYTE,
             slow_memory=capability == HOPPER and self.memory_bandwidth_bytes_per_s < SLOW_BYTES_PER_S,
             cores=self.cores,
+            memory_bytes=self.memory_bytes,
         )
 
 

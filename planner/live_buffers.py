@@ -15,7 +15,7 @@ from ridgeline.planner.hardware import GpuProgram
 from ridgeline.planner.local import LocalSizes
 from ridgeline.planner.optimizer_state import expert_scales
 from ridgeline.planner.recompute import recomputed, waiting
-from ridgeline.planner.turn import Turn
+from ridgeline.planner.turn import FEW_TOKENS, Turn
 
 MOMENTS = 2
 """Moments of AdamW, the optimizer whose moments can have 8 bits."""
@@ -24,12 +24,6 @@ EXPERT_ROWS_IN_FLIGHT = 3
 DELAYED = 2
 """Layers of experts, or with block-scaled matmuls, whose weight gradients are computed together at the start of the backward pass."""
 
-
-FEW_TOKENS = 2**16
-"""Tokens of a device and microbatch up to which one kernel computes the gradients of the final norm's scale and input.
-
-Bounds from heaps of OLMo 2 1B: so with 65,536, in rows of 8,192 and 32,768; not with 131,072, in rows of 16,384 and 32,768.
-"""
 
 EARLY_BITS = 3 * 2**27
 """Bytes of the random bits of one stack of the MLP's matrices from which updates of 8-bit moments begin before the loop of microbatches.

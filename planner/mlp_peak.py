@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from ridgeline.planner import delayed_experts, eight_bits, experts_over_tensor, ordered_scales
 from ridgeline.planner.activations import NODE_DEVICES, offloads_inputs
 from ridgeline.planner.experts_peak import ExpertsPeak
-from ridgeline.planner.live_buffers import FEW_TOKENS
 from ridgeline.planner.overlap import WIDEST_TENSOR
 from ridgeline.planner.recompute import recomputed
+from ridgeline.planner.turn import FEW_TOKENS
 
 FROM_BLOCK_INPUTS = ("full", "names", "offload")
 """Policies with which the backward pass computes the inputs of MLP down again."""
@@ -23,6 +23,9 @@ REDUCED_EARLY = 3 * 2**29
 
 Bounds from heaps: so with 1.36 GB (Phi-4) and, with any number of tokens, less; not with 1.95 GB (Qwen2.5 32B, with float32 gradients).
 """
+BY_TIME = 0.8 * 0.95
+"""Share of device memory up to which XLA's scheduler orders by time alone, without the step's arguments: 80 % where it is not given a pool,
+and xla_gpu_memory_limit_slop_factor (GetSchedulerMemoryLimit, xla/service/gpu/gpu_hlo_schedule.cc)."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +135,22 @@ class MlpPeak(ExpertsPeak):
         plain = local.config.precision.matmul in ("compute", "fp8") and local.model.norm_position == "pre" and local.tensor == 1
         return local.uniform_dense and plain and self.in_loop
 
+    @property
+    def _plain_alone(self) -> bool:
+        """Whether there is one microbatch, in layers as in `_plain_in_loop` that are sharded over fsdp."""
+        local = self.local
+        plain = local.config.precision.matmul == "compute" and local.model.norm_position == "pre" and local.tensor * local.context == 1
+        return self.overlap and not self.in_loop and local.uniform_dense and plain and local.fsdp > 1
+
+    def _exceeds_memory(self, attention: int) -> bool:
+        """Return whether a layer's MLP needs so much that XLA orders it for less memory: attention's arrays are then not all there.
+
+        attention: bytes of these. Looked at only with one microbatch (heap of Qwen3 32B, 89 GB for devices with 85 GB).
+        """
+        local = self.local
+        hidden = (4 if local.model.gated_mlp else 3) * local.hidden_bytes
+        return self._plain_alone and hidden + attention + 8 * local.stream_bytes > BY_TIME * self.program.memory_bytes
+
     def _streams_in_mlp(self, usual: int, *, at_start: bool) -> int:
         """Return the size of what is live in the MLP of a layer beside hidden activations; usual: number of streams, where it is not known.
 
@@ -149,11 +168,11 @@ class MlpPeak(ExpertsPeak):
             return self._streams_after_norms()
         if self._inputs_from_host_over_tensor:
             return self._streams_over_tensor(at_start=at_start)
-        inputs = self._plain_in_loop and offloads_inputs(local)
-        if not (inputs or self._reads_hidden_from_host or self.computes_gradient_early):
-            return usual * local.stream_bytes
+        inputs = (self._plain_in_loop or self._plain_alone) and offloads_inputs(local)
         attention = local.query_bytes + local.context_bytes + 2 * local.key_bytes
         attention += local.query_bytes + local.key_bytes if local.model.qk_norm else 0
+        if not (inputs or self._reads_hidden_from_host or self.computes_gradient_early) or self._exceeds_memory(attention):
+            return usual * local.stream_bytes
         if self._reads_hidden_from_host:  # `backward` adds one stream in float32
             return attention + 4 * local.stream_bytes - 4 * local.tokens * local.model.embed_dim
         return attention + 4 * local.stream_bytes
@@ -284,8 +303,12 @@ class MlpPeak(ExpertsPeak):
             streams += local.stream_bytes * 2 // local.compute_itemsize  # final hidden states are float32
         if model.activation == "gelu_tanh" and self.turn.in_order and not narrow:
             # in a loop of microbatches the weight gradients that are pending come before the gradient of the input of down, while the next
-            # block's input comes from host memory (heaps of Gemma 3 12B and 4B, Gemma 2 9B)
-            of_mlp += 0 if self.in_loop and offloads_inputs(local) else local.hidden_bytes
+            # block's input comes from host memory (heaps of Gemma 3 12B and 4B, Gemma 2 9B), and in a layer that has a pending one more
+            more = at_start and layers > self.turn.pending and local.config.compute.remat.policy == "full"
+            of_mlp += 0 if more or (self.in_loop and offloads_inputs(local)) else local.hidden_bytes
+            # a float32 tanh, of two hidden activations, is there beside that gradient where bfloat16 is multiplied in float32; in the loop
+            # the pending weight gradients come first by constants (heap of Gemma 2 2B on A100)
+            of_mlp += local.hidden_bytes if at_start and not self.program.adds_bfloat16 and not offloads_inputs(local) else 0
         elif self.turn.in_order and not narrow and self._computes_gates_first:
             of_mlp += 2 * local.hidden_bytes
         elif model.activation == "gelu_tanh" and not self.in_loop and not narrow:  # so in the heaps of Gemma 2 and 3

@@ -21,6 +21,15 @@ NORMS = {"pre": 2, "post": 2, "both": 4}
 """Norms of residual streams in a layer, by model.norm_position."""
 WHOLE_TILES = 1024
 """A matmul that sums over this many rows, or a multiple, is not padded."""
+FEW_TOKENS = 2**16
+"""Tokens of a device and microbatch up to which XLA fuses the kernels around a norm's backward pass in one way, and with more in another.
+
+Up to it one kernel computes the gradients of the final norm's scale and input; and kernels that read the gradient of the MLP's input add
+those by gate and by up themselves, so that both are live until the gradient of the scale of a norm before the MLP is computed.
+
+Bounds from heaps of OLMo 2 1B: the first with 65,536, in rows of 8,192 and 32,768; not with 131,072, in rows of 16,384 and 32,768; of
+Gemma 3 4B with 65,536 in rows of 8,192 and 131,072 in rows of 32,768.
+"""
 NOT_REDUCED = 4
 """Layers of a turn that is not pipelined whose weight gradients wait: they are reduced within it (heaps of Gemma 3 4B, 4 of 6)."""
 AFTER_LEFT = 2
@@ -303,6 +312,6 @@ class Turn:
         of_norm = 0
         if self.in_order and local.tensor > 1:
             of_norm = 2 * local.cut_stream_bytes  # the norm before the MLP: the stream and attention's update
-        elif self.in_order and local.model.qk_norm and local.model.norm_position == "both":
+        elif self.in_order and local.model.qk_norm and local.model.norm_position == "both" and local.tokens <= FEW_TOKENS:
             of_norm = 3 * local.stream_bytes  # its input, and its gradients by gate and by up, which devices on tensor sum at once
         return self.layers * (hidden + 4 * local.stream_bytes + attention + normed + of_norm)
