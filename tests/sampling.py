@@ -46,9 +46,16 @@ LONGEST = (
     "cli/test_simulate",
     "planner/test_search",
     "planner/test_economics",
+    "trainer/test_recomputed_attention",
+    "models/test_decoder",
+    "cli/test_damaged_runs",
+    "loaders/test_prepare",
+    "cli/test_bad_input",
+    "cli/test_evaluate",
+    "loaders/test_loader",
 )
 """Files that take longest: begun first, so that no worker waits at the end for one that was begun last, and of which PART runs."""
-PART = 1 / 3
+PART = 1 / 6
 """Share of the tests of such a file that runs per commit."""
 PAGES = "docs/test_commands"
 """The one of them that draws whole pages itself, as the commands of a page follow each other."""
