@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 
 from ridgeline.configs.errors import UserError
-from ridgeline.configs.schema import MeshConfig
+from ridgeline.configs.schema import Config, MeshConfig
 
 
 def resolve_sizes(mesh: MeshConfig, num_devices: int) -> dict[str, int]:
@@ -31,6 +31,11 @@ def resolve_sizes(mesh: MeshConfig, num_devices: int) -> dict[str, int]:
     works = f" = {fixed}" if " x " in named and not wild else ""
     relation = "does not divide" if wild else "does not match"
     raise UserError(f"{named}{works} {relation} {num_devices} devices; {_suggestion(sizes, num_devices)}")
+
+
+def with_mesh(config: Config, num_devices: int) -> Config:
+    """Return the config with its mesh sizes resolved. Raises UserError as `resolve_sizes`."""
+    return config.model_copy(update={"mesh": config.mesh.model_copy(update=resolve_sizes(config.mesh, num_devices))})
 
 
 def smaller_meshes(mesh: MeshConfig, num_devices: int) -> Iterator[MeshConfig]:

@@ -20,7 +20,7 @@ from typing import Literal
 
 from ridgeline.configs.environment import read_number, shortened
 from ridgeline.configs.errors import UserError
-from ridgeline.configs.mesh import resolve_sizes
+from ridgeline.configs.mesh import with_mesh
 from ridgeline.configs.schema import Config
 from ridgeline.launch.cluster import Cluster, slurm
 from ridgeline.launch.cluster.devices import gpus_present
@@ -205,7 +205,7 @@ def layer_bytes(config: Config, dtype: str) -> int:
 
 
 def overlap_flags(config: Config) -> list[tuple[str, str, str]]:
-    """Return XLA's flags for combining and overlapping a sharded step's collectives, as (flag, value, reason).
+    """Return XLA's flags for combining and overlapping a sharded step's collectives, as (flag, value, reason). The mesh has sizes.
 
     Empty for pure data parallelism: XLA's defaults combine and overlap its gradients. The values were chosen by simulating compiled
     schedules (`benchmarks/overlap.py`; figures in docs/PERFORMANCE.md):
@@ -248,7 +248,15 @@ def prepare(config: Config, cluster: Cluster, env: MutableMapping[str, str] = os
         check_cache_dir(config.runtime.compilation_cache)
     platform = config.runtime.platform if config.runtime.platform != "auto" else env.get("JAX_PLATFORMS", "auto")
     generation = gpu_generation() if platform.split(",")[0] in ("auto", "", "cuda", "gpu") else None
-    pinned = _pinned_gib(config, cluster) if generation is not None and offloads(config) else None
+    pinned = None
+    if generation is not None:
+        local = len(cluster.devices.ids) if cluster.devices.ids is not None else gpus_present() or 1
+        try:
+            config = with_mesh(config, local * cluster.processes)
+        except UserError:
+            pass  # the run refuses this mesh when it knows its devices
+        else:
+            pinned = _pinned_gib(config, cluster, local) if offloads(config) else None
     host = Host(generation, importlib.metadata.version("jaxlib"), _own_cores(cluster, env), pinned)
     settings = choose(host, config, env, unknown_flags)
     apply(settings, env)
@@ -258,7 +266,7 @@ def prepare(config: Config, cluster: Cluster, env: MutableMapping[str, str] = os
 def run_flags(config: Config, device: str, user_flags: Sequence[str] = ()) -> tuple[tuple[str, ...], str | None]:
     """Return the XLA flags and JAX_OPTIMIZATION_LEVEL of a run of this config on a device of the catalog, for compiling without it.
 
-    user_flags: flags of the user, which replace those of the same name.
+    config: with the sizes of its mesh (`with_mesh`). user_flags: flags of the user, which replace those of the same name.
     """
     settings = settings_on(config, device)
     own = {KERNEL_CHOICES, *(name_of(flag) for flag in user_flags)}  # there are no choices without a GPU
@@ -291,13 +299,12 @@ def _flag(setting: Setting) -> str:
     return f'{setting.name}="{escaped}"'
 
 
-def _pinned_gib(config: Config, cluster: Cluster) -> int | None:
-    """Return the limit of this process's pinned memory pool, GiB, from the mesh and the memory of this node."""
-    local = len(cluster.devices.ids) if cluster.devices.ids is not None else gpus_present() or 1
+def _pinned_gib(config: Config, cluster: Cluster, local_devices: int) -> int | None:
+    """Return the limit of this process's pinned memory pool, GiB, from the mesh, which has sizes, and the memory of this node."""
     return pool_limit_gib(
         config,
-        resolve_sizes(config.mesh, local * cluster.processes),
-        local_devices=local,
+        config.mesh.sizes,
+        local_devices=local_devices,
         local_processes=cluster.local_processes or 1,
         node_bytes=memory_bytes(),
     )

@@ -132,8 +132,7 @@ class AfterLayers(LiveBuffers):
           and with Adafactor MLP down too (heaps of Llama 3.1 8B with Lion and Mistral Nemo 12B with Adafactor, data=8).
         * Where the updates do not hide the gathers (`updates_before_gathers`), all are over when most gathers start, into the places of old
           parameters where one of the size is free. Buffers of their own have a table, queries and keys, and two stacks of the MLP; its
-          stacks wait (heaps of Llama 2 13B, 3.1 8B and Qwen2.5 7B over data and fsdp). By constants so over data alone too (heaps of Llama
-          3.1 8B and OLMo 2 7B on A100); with Adafactor three stacks have buffers of their own, and none waits (Llama 2 7B).
+          stacks wait (heaps of Llama 2 13B, 3.1 8B and Qwen2.5 7B over data and fsdp).
         """
         local, state, kind = self.local, self.local.of_state, self.local.config.optimizer.kind
         size, table = local.parameter_itemsize, 4 * local.table // state.fsdp
@@ -146,14 +145,11 @@ class AfterLayers(LiveBuffers):
         shards, copies = state.trained * itemsize, 2 * table
         if size < 4 and local.model.gated_mlp and not several:
             gathered -= (2 if kind == "adafactor" else 1) * local.mlp_matrices // local.fsdp * size
-        if self.updates_before_gathers and (several or self._alone_by_constants):
+        if several and self.updates_before_gathers:
             heads = local.model.num_layers * local.out_matrix * (local.model.num_heads + local.model.kv_heads) // local.model.num_heads
             heads //= local.fsdp
-            stacks, waiting = (3, 0) if kind == "adafactor" else (2, of_mlp)
-            gathered = (local.table // local.fsdp + heads + stacks * local.mlp_matrices // local.fsdp) * size
-            if kind == "lion" and self._alone_by_constants:  # one stack is in place by then; table and heads are gathered later
-                gathered, waiting = 2 * local.mlp_matrices * size, 2 * of_mlp // 3
-            shards, moments, copies = waiting * size, 0, 0
+            gathered = (local.table // local.fsdp + heads + 2 * local.mlp_matrices // local.fsdp) * size
+            shards, moments, copies = of_mlp * size, 0, 0
         elif kind == "adafactor":
             gathered -= in_place * size if several else 0
             shards, moments = of_mlp * size if several else 0, 0
@@ -187,15 +183,8 @@ class AfterLayers(LiveBuffers):
         """
         local, program = self.local, self.program
         hopper = program.measured_matmuls and program.transposes_float8
-        kinds = ("adamw", "lion", "adafactor") if self._alone_by_constants else ("adamw", "lion")
-        plain = local.uniform_dense and local.config.optimizer.kind in kinds and local.parameter_itemsize == 4
-        plain = plain and not (self._alone_by_constants and local.config.precision.moments == "int8")
-        return plain and not hopper and (local.fsdp > 1 or self._alone_by_constants) and local.data > 2
-
-    @property
-    def _alone_by_constants(self) -> bool:
-        """Whether the only axis is data, and XLA counts with constants."""
-        return not self.program.measured_matmuls and self.local.devices == self.local.data
+        plain = local.uniform_dense and local.config.optimizer.kind in ("adamw", "lion") and local.parameter_itemsize == 4
+        return plain and not hopper and local.fsdp > 1 and local.data > 2
 
     def orthogonalization(self) -> dict[str, Component]:
         """Return what is live in Muon's update (trainer/muon.py).

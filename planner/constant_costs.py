@@ -146,32 +146,6 @@ def recomputes_late(local: LocalSizes, program: GpuProgram) -> bool:
     return gathers_nothing(local, program) and few
 
 
-def keeps_two_mlps(local: LocalSizes, program: GpuProgram) -> bool:
-    """Return whether, where `gathers_nothing`, the MLPs of the two layers that come first are live together.
-
-    With mesh.zero_stage=2 they are computed again while the loss is summed over devices, and no weight gradient of the first of them is
-    computed before the second's MLP. Adafactor's means of the parameters are summed over devices at first, which takes some of the kernels
-    that would hide the sum of the loss: then the second MLP comes later (heap of Llama 3.2 3B on GB200s).
-    """
-    return gathers_nothing(local, program) and bool(local.config.mesh.zero_stage) and local.config.optimizer.kind != "adafactor"
-
-
-def in_two_mlps(local: LocalSizes, program: GpuProgram) -> tuple[int, int]:
-    """Return the sizes of hidden activations and of all others where a step `keeps_two_mlps`, in the MLP of either layer.
-
-    Of one layer gate, up, the input of down, the gradient of that and of one of gate and up; of the other layer three: gate, up and the
-    input of down, or this input and both gradients. Where bfloat16 is added in float32, the first input of down is not there, but rounded
-    gradients. Of both the inputs of attention and MLP, attention's update in the stream, the gradient of the layer's result, queries, keys,
-    values and attention's result or the gradients of these, with norms of queries and keys also the inputs of these. `LayerPeak.backward`
-    adds one stream in float32. (Heaps of Llama 2 7B and Qwen3 4B on GB200s, Llama 3.1 8B on A100.)
-    """
-    gates, tokens = 2 if local.model.gated_mlp else 1, local.tokens
-    heads = local.query_bytes + local.key_bytes + local.value_bytes + local.context_bytes
-    heads += local.query_bytes + local.key_bytes if local.model.qk_norm else 0
-    hidden, streams = (2 * gates + 4, 8) if program.adds_bfloat16 else (2 * gates + 3, 10)
-    return hidden * local.hidden_bytes, streams * local.stream_bytes + 2 * heads - 4 * tokens * local.model.embed_dim
-
-
 def in_attention(local: LocalSizes, program: GpuProgram, *, at_start: bool) -> list[tuple[int, int]]:
     """Return the sizes of hidden activations and of all others at points in attention's backward pass, where `gathers_nothing`.
 

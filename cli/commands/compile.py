@@ -74,6 +74,7 @@ def compile_command(
     from ridgeline.cli.printing.compile import print_comparison, print_points, print_report
     from ridgeline.configs.cluster import load_cluster
     from ridgeline.configs.load import load
+    from ridgeline.configs.mesh import with_mesh
     from ridgeline.launch.environment import run_flags
     from ridgeline.planner.calibration import load_calibration
     from ridgeline.trainer.aot.compile import Request, compile_ahead
@@ -83,7 +84,7 @@ def compile_command(
 
     def request_for(made: Config) -> Request:
         request = Request.on(made, place, nodes)
-        flags, level = run_flags(made, place.device, xla_flags)
+        flags, level = run_flags(with_mesh(made, request.devices), place.device, xla_flags)
         return replace(request, xla_flags=flags, optimization_level=optimization_level or level)
 
     request = request_for(resolved)

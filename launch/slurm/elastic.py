@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 from ridgeline.configs.cluster import ClusterConfig
 from ridgeline.configs.errors import UserError
+from ridgeline.configs.mesh import with_mesh
 from ridgeline.configs.rules import check_devices
 from ridgeline.configs.schema import Config
-from ridgeline.launch.slurm.shape import JobShape, memory_shortage, with_mesh
+from ridgeline.launch.slurm.shape import JobShape, memory_shortage
 from ridgeline.planner.policy import elastic_sizes
 
 PROBE_S = 60
@@ -47,7 +48,7 @@ def elastic_job(config: Config, cluster: ClusterConfig, shape: JobShape) -> Elas
     if least > shape.nodes:
         raise UserError(f"elastic.min_nodes={least} exceeds --nodes {shape.nodes}")
     check_devices(config, shape.devices)
-    whole = with_mesh(config, shape)
+    whole = with_mesh(config, shape.devices)
     found, without = elastic_sizes(whole, range(least, shape.nodes + 1), shape.devices_per_node)
     if shape.nodes not in found:
         raise UserError(without[shape.nodes])

@@ -10,12 +10,13 @@ from pathlib import Path
 from ridgeline.configs.cluster import ClusterConfig
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.format import format_bytes
+from ridgeline.configs.mesh import with_mesh
 from ridgeline.configs.rules import check_devices
 from ridgeline.configs.schema import Config
 from ridgeline.launch.slurm import filesystems
 from ridgeline.launch.slurm.elastic import elastic_job
 from ridgeline.launch.slurm.filesystems import Mount
-from ridgeline.launch.slurm.shape import CPU, JobShape, memory_shortage, with_mesh
+from ridgeline.launch.slurm.shape import CPU, JobShape, memory_shortage
 from ridgeline.launch.slurm.units import format_time, parse_memory_bytes, parse_time_s
 from ridgeline.planner.economics import state_bytes
 from ridgeline.planner.host_memory import advice_text, offloads, refusal, settings_text
@@ -187,7 +188,7 @@ def _devices(config: Config, cluster: ClusterConfig, shape: JobShape) -> Iterato
     except UserError as error:
         yield from (Finding(True, line) for line in str(error).splitlines())
         return
-    if short := memory_shortage(with_mesh(config, shape), cluster):
+    if short := memory_shortage(with_mesh(config, shape.devices), cluster):
         yield Finding(False, f"{short}: `ridge plan` with this cluster and --nodes {shape.nodes} names layouts that fit")
 
 

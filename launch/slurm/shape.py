@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from ridgeline.configs.cluster import ClusterConfig
 from ridgeline.configs.errors import UserError
-from ridgeline.configs.mesh import resolve_sizes
 from ridgeline.configs.schema import Config
 from ridgeline.launch.slurm.units import parse_time_s
 from ridgeline.planner.hardware import hardware
@@ -60,14 +59,6 @@ def placed(config: Config, cluster: ClusterConfig) -> Config:
     if config.run_dir is None and cluster.run_root is not None:
         directory = cluster.run_root / config.name
     return config.model_copy(update={"run_dir": directory.absolute()})
-
-
-def with_mesh(config: Config, shape: JobShape) -> Config:
-    """Return the config with its mesh sizes resolved, so that a job with fewer devices fails instead of training a smaller mesh.
-
-    Raises UserError if mesh and devices do not fit.
-    """
-    return config.model_copy(update={"mesh": config.mesh.model_copy(update=resolve_sizes(config.mesh, shape.devices))})
 
 
 def memory_shortage(config: Config, cluster: ClusterConfig) -> str | None:

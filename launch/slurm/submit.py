@@ -16,11 +16,12 @@ from typing import Any
 from ridgeline.configs.cluster import ClusterConfig
 from ridgeline.configs.dump import to_yaml
 from ridgeline.configs.errors import UserError
+from ridgeline.configs.mesh import with_mesh
 from ridgeline.configs.schema import Config
 from ridgeline.launch.slurm import container, snapshot
 from ridgeline.launch.slurm.elastic import elastic_job
 from ridgeline.launch.slurm.script import Job, commented, job_script, kept_environment
-from ridgeline.launch.slurm.shape import JobShape, with_mesh
+from ridgeline.launch.slurm.shape import JobShape
 from ridgeline.launch.slurm.state import JobState, job_states
 from ridgeline.rundir import jobs as places
 
@@ -95,8 +96,8 @@ def write(job: Job, config: Config | None) -> Path:
         job.directory.mkdir(parents=True)
         snapshot.take_snapshot(job.directory / places.CODE)
         (job.directory / places.CLUSTER).write_text(to_yaml(job.cluster), encoding="utf-8")
-        if config is not None:
-            (job.directory / places.CONFIG).write_text(to_yaml(with_mesh(config, job.shape)), encoding="utf-8")
+        if config is not None:  # with sizes: with fewer devices it fails instead of training on a smaller mesh
+            (job.directory / places.CONFIG).write_text(to_yaml(with_mesh(config, job.shape.devices)), encoding="utf-8")
         script = job.directory / places.SCRIPT
         script.write_text(job_script(job), encoding="utf-8")
         script.chmod(0o755)

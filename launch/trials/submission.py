@@ -12,12 +12,13 @@ from dataclasses import dataclass, replace
 from ridgeline.configs.cluster import ClusterConfig
 from ridgeline.configs.dump import to_yaml
 from ridgeline.configs.errors import UserError
+from ridgeline.configs.mesh import with_mesh
 from ridgeline.configs.schema import Config
 from ridgeline.launch.slurm import container, lint
 from ridgeline.launch.slurm import submit as slurm
 from ridgeline.launch.slurm.filesystems import Mount
 from ridgeline.launch.slurm.script import Job, commented, kept_environment
-from ridgeline.launch.slurm.shape import JobShape, with_mesh
+from ridgeline.launch.slurm.shape import JobShape
 from ridgeline.launch.trials.engine import DIGITS, TrialFiles
 from ridgeline.rundir import jobs as job_files
 from ridgeline.rundir.files import refuse_links
@@ -109,7 +110,7 @@ class Submission:
             for directory, (name, config) in zip(directories, self.configs.items(), strict=True):
                 log = job_files.slurm_directory(directory)
                 log.mkdir(parents=True, exist_ok=True)  # Slurm does not create the directory of a log
-                (job.directory / "points" / f"{name}.yaml").write_text(to_yaml(with_mesh(config, self.shape)), encoding="utf-8")
+                (job.directory / "points" / f"{name}.yaml").write_text(to_yaml(with_mesh(config, self.shape.devices)), encoding="utf-8")
         except OSError as error:
             raise UserError(f"cannot write the sweep into {self.files.root}: {error.strerror or error}") from error
         return slurm.hand_over(script, job, self.by, kind="sweep", details={"points": [int(name) for name in self.configs]})

@@ -93,6 +93,12 @@ def test_the_page_shows_memory_buffers_collectives_and_time_and_both_ways_around
     assert page.splitlines()[-1].startswith(("keep gather", "compute.tensor_overlap=ring is faster", "within 2%"))
 
 
+@pytest.mark.slow
+def test_an_axis_for_which_no_devices_are_left_brings_no_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    made = compiled(capsys, "dgx-h100", "mesh.data=8", "mesh.fsdp=-1")
+    assert made["xla_flags"] and not any("combine_threshold" in flag for flag in made["xla_flags"])
+
+
 def test_the_flags_are_those_a_run_on_that_gpu_starts_with() -> None:
     flags, level = run_flags(small("llama", "mesh.fsdp=8"), "h100-sxm")
     assert level == "O1" and any(flag.startswith("--xla_gpu_all_gather_combine_threshold_bytes=") for flag in flags)

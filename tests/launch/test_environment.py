@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -10,6 +12,8 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ridgeline.configs.cluster import cluster_names, load_cluster
 from ridgeline.configs.errors import UserError
@@ -378,6 +382,28 @@ def test_the_limit_of_a_run_follows_its_mesh_and_this_machine(monkeypatch: pytes
     env: dict[str, str] = {"JAX_PLATFORMS": "cuda"}
     prepare(offloading("mesh.fsdp=64"), here, env)
     assert env["XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"] == "158"
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_an_axis_of_the_remaining_devices_has_the_settings_of_its_size(seed: int) -> None:
+    draw = random.Random(seed)
+    sizes = {axis: draw.choice((1, 2, 4)) for axis in ("data", "fsdp", "tensor", "context")}
+    here = Cluster("test", math.prod(sizes.values()), 0, "id", local_processes=1, devices=LocalDevices((0,), "given"))
+    mesh, rest = [f"mesh.{axis}={size}" for axis, size in sizes.items()], draw.choice(list(sizes))
+    env: list[dict[str, str]] = [{"JAX_PLATFORMS": "cuda"}, {"JAX_PLATFORMS": "cuda"}]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ridgeline.launch.environment.gpu_generation", lambda: "hopper")
+        for overrides, into in zip((mesh, [*mesh, f"mesh.{rest}=-1"]), env, strict=True):
+            prepare(load("models/llama-3.1-8b", ["mesh.fsdp=1", "data.batch_size=64", *overrides]).config, here, into)
+    assert env[0] == env[1]
+    assert ("combine_threshold" in env[0]["XLA_FLAGS"]) == (sizes["fsdp"] > 1)
+
+
+def test_a_mesh_that_does_not_fit_is_left_to_the_run_that_refuses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ridgeline.launch.environment.gpu_generation", lambda: "hopper")
+    here = Cluster("test", 6, 0, "id", local_processes=1, devices=LocalDevices((0,), "given"))
+    assert prepare(load("models/llama-3.1-8b", ["mesh.data=4"]).config, here, {"JAX_PLATFORMS": "cuda"})
 
 
 LAYER_8B = 2 * 4096 * (32 + 8) * 128 + 3 * 4096 * 14336 + 2 * 4096 + 4096 // 32

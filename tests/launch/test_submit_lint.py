@@ -10,12 +10,13 @@ import pytest
 from ridgeline.configs.cluster import ClusterConfig, cluster_names, load_cluster
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.load import load
+from ridgeline.configs.mesh import with_mesh
 from ridgeline.configs.schema import Config
 from ridgeline.launch.slurm import filesystems, lint
 from ridgeline.launch.slurm.elastic import elastic_job
 from ridgeline.launch.slurm.filesystems import Mount
 from ridgeline.launch.slurm.lint import Finding
-from ridgeline.launch.slurm.shape import job_shape, placed, with_mesh
+from ridgeline.launch.slurm.shape import job_shape, placed
 from ridgeline.launch.slurm.units import format_time, parse_memory_bytes, parse_time_s
 from ridgeline.planner.hardware import hardware
 from ridgeline.planner.memory import memory_per_device
@@ -153,7 +154,7 @@ def test_several_errors_are_reported_together() -> None:
 def test_the_rest_of_the_mesh_is_resolved_against_the_job() -> None:
     site = load_cluster("mn5-acc").config
     config = load("models/llama-3.2-1b", ["mesh.tensor=4", "mesh.fsdp=-1"]).config
-    assert with_mesh(config, job_shape(site, 8, None)).mesh.sizes == {**config.mesh.sizes, "fsdp": 8, "tensor": 4}
+    assert with_mesh(config, job_shape(site, 8, None).devices).mesh.sizes == {**config.mesh.sizes, "fsdp": 8, "tensor": 4}
 
 
 def test_the_run_directory_is_the_configs_own_or_under_the_clusters_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +240,7 @@ def test_devices_with_too_little_memory_are_named_before_the_queue() -> None:
     job = elastic_job(config, site, job_shape(site, 16, None))
     assert job is not None
     capacity = hardware(site.device).memory_bytes * site.utilisation_cap
-    whole = with_mesh(config, job_shape(site, 16, None))
+    whole = with_mesh(config, job_shape(site, 16, None).devices)
     for nodes in (2, 4, 8, 16):
         smaller = elastic_config(whole, nodes, 4)
         fits = memory_per_device(smaller, smaller.mesh.sizes).total_bytes <= capacity
