@@ -72,8 +72,6 @@ class LayerPeak(MlpPeak):
         narrow = self._points_of_narrow_matmuls(again, at_mlp, at_mlp - usual, together, sizes, at_start=at_start)
         if narrow:
             return max(narrow, key=lambda point: sum(point[1:]))
-        if self.overlap and at_start and constant_costs.keeps_two_mlps(local, self.program):
-            return "its MLP", *constant_costs.in_two_mlps(local, self.program), 0, down, mask
         after_attention = constant_costs.recomputes_late if at_start else constant_costs.gathers_nothing
         if self.overlap and after_attention(local, self.program):
             in_attention = constant_costs.in_attention(local, self.program, at_start=at_start)

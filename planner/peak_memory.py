@@ -184,8 +184,6 @@ class StepMemory(InLoss, AfterLayers, FirstNarrowExperts, FirstKeptTurns, FirstW
         again = remat.policy == "full" or offloads_inputs(local)
         if not (self.recomputes_early and plain and again) or constant_costs.recomputes_late(local, self.program):
             return 0
-        if constant_costs.keeps_two_mlps(local, self.program):
-            return 0  # counted with that layer's MLP
         query, key, stream = local.query_bytes, local.key_bytes, local.stream_bytes
         if not self.in_loop:
             return 3 * (stream + query + key) + (2 * (query + key) if local.model.qk_norm and offloads_inputs(local) else 0)

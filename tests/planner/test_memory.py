@@ -186,6 +186,12 @@ def test_the_peak_in_the_loss_is_planned_closely():
         assert abs(relative_error(case | {"overlap": True, "combined": True})) < 0.015, case["config"]
 
 
+def test_the_inputs_of_norms_of_queries_and_keys_are_there_where_two_kernels_quantize():
+    """Qwen3 8B in fp8 over tensor, gate and up computed again: without these inputs 2.5 % of the step are missing."""
+    (case,) = (case for case in DRAWN if case["config"] == "models/qwen3-8b" and "precision.matmul=fp8" in case["overrides"])
+    assert abs(relative_error(case | {"overlap": True, "combined": True})) < 0.015
+
+
 OF_EXPERTS = [case for case in DRAWN if case["config"] in {"models/mixtral-8x7b", "models/qwen3-30b-a3b", "models/qwen3-235b-a22b"}]
 IN_8_BITS = [case for case in OF_EXPERTS if any("precision.matmul=fp8" in item for item in case["overrides"])]
 EXPERTS = [case for case in OF_EXPERTS if case not in IN_8_BITS]
@@ -254,7 +260,7 @@ def test_a_ring_transposes_what_dots_keeps_of_latent_attention():
 
 def test_experts_in_8_bits_transpose_what_they_saved():
     """Without the copy of one of the two stacks, 30 GB of 100 are missing, more than the margin."""
-    (case,) = IN_8_BITS
+    (case,) = (case for case in IN_8_BITS if "tensor" not in case["mesh"])
     estimate = estimated(case | {"overlap": True, "combined": True})
     assert estimate.peak_at == "copies of gate and up"
     assert estimate.temp_bytes == pytest.approx(case["temp_bytes"], rel=0.012)
@@ -264,7 +270,7 @@ def test_trained_experts_between_windows_take_what_is_planned():
     """gpt-oss, all but two 11 to 175 % off without the terms that are for it: gradients that are summed over context too are reduced within
     their turn, exchanges write into zeros, biases' gradients are padded, and over tensor the rows of two layers are live."""
     cases = [case for case in DRAWN if case["config"] == "models/gpt-oss-20b" and not any("lora" in item for item in case["overrides"])]
-    assert len(cases) == 10
+    assert len(cases) == 11
     for case in cases:
         assert abs(relative_error(case | {"overlap": True, "combined": True})) < 0.05, (case["mesh"], case["overrides"])
 
@@ -645,11 +651,9 @@ CLOSE = {
     ("models/gemma3-12b", "offload", "gb200-nvl72"): {START: 0.015, BACKWARD: 0.012, WHOLE: 0.012},
     ("models/olmo3-7b", "full", "gb200-nvl72"): {START: 0.012, BACKWARD: 0.025, WHOLE: 0.015},
     ("models/olmo3-7b", "names", "gb200-nvl72"): {START: 0.012, BACKWARD: 0.022, WHOLE: 0.018},
-    ("models/llama-2-7b", "full", "gb200-nvl72"): {START: 0.012, WHOLE: 0.012},
-    ("models/llama-2-7b", "full", "dgx-a100"): {"optimizer": 0.012, WHOLE: 0.012},
-    ("models/qwen2.5-7b", "full", "dgx-a100"): {"optimizer": 0.04, WHOLE: 0.02},
-    ("models/llama-3.1-8b", "full", "dgx-a100"): {"optimizer": 0.012, BACKWARD: 0.012, WHOLE: 0.03},
-    ("models/qwen3-4b", "full", "gb200-nvl72"): {START: 0.025, BACKWARD: 0.015, WHOLE: 0.012},
+    ("models/llama-2-7b", "full", "gb200-nvl72"): {START: 0.012, BACKWARD: 0.012, WHOLE: 0.012},
+    ("models/llama-3.1-8b", "full", "dgx-a100"): {START: 0.012, BACKWARD: 0.012, WHOLE: 0.015},
+    ("models/qwen3-4b", "full", "gb200-nvl72"): {START: 0.012, BACKWARD: 0.012, WHOLE: 0.012},
     ("models/gemma3-12b", "full", "gb200-nvl72"): {START: 0.012, BACKWARD: 0.012, WHOLE: 0.015},
     ("models/olmo3-7b", "full", "dgx-b200"): {START: 0.035, BACKWARD: 0.025, WHOLE: 0.012},
     ("models/qwen3-14b", "full", "dgx-b200"): {BACKWARD: 0.035, WHOLE: 0.015},
