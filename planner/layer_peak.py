@@ -136,43 +136,8 @@ class LayerPeak(MlpPeak):
                 ("its attention", *eight_bits.in_attention(local), 0, 0, attention),
                 ("its end", hidden, 5 * stream, 0, end, mask),
             ]
-        if self.overlap and eight_bits.of_experts(local):
-            in_experts = eight_bits.in_experts(local, again)
-            return [
-                *(("its MLP", *experts, matrices, 0, mask) for experts in in_experts),
-                ("its attention", in_experts[1][0] + local.row_bytes, 6 * stream, 0, 0, attention),
-                ("its end", hidden, at_end * stream, 0, end, mask),
-            ]
-        if self.overlap and eight_bits.gathers_rows(local):
-            in_rows = eight_bits.in_gathered_rows(local, again)
-            return [
-                *(("its MLP", *experts, matrices, down, mask) for experts in in_rows),
-                ("its attention", in_rows[1][0] + local.row_bytes, 6 * stream, 0, 0, attention),
-                ("its end", hidden, at_end * stream, 0, end, mask),
-            ]
-        if self.overlap and narrow_experts.applies(local):
-            in_rows = narrow_experts.in_rows(local, again)
-            # where the layer reduces its gradients, those of its experts are computed before the rows', and each is scaled at once
-            early, unscaled = (end, 0) if self.reduces_in_turn else (0, local.mlp_matrix * local.gradient_itemsize)
-            return [
-                ("its MLP", *in_rows[0], matrices, 0, mask),
-                ("its MLP", *in_rows[1], matrices, early, mask),
-                ("its attention", in_rows[1][0] + local.row_bytes, 6 * stream, 0, 0, attention),
-                # a result of a kernel is multiplied by its scale
-                ("its end", hidden, at_end * stream, 0, end + unscaled, mask),
-            ]
-        if self.turn.layers > 1 and narrow_experts.turns_wait(local):
-            layers = delayed_experts.TURNS * self.turn.layers if at_start else self.turn.layers
-            return [
-                ("its MLP", *narrow_experts.in_turn(local, again, layers - 1), 0, 0, mask),
-                ("its end", hidden, at_end * stream, 0, end + local.mlp_matrix * 4, mask),
-            ]
-        if self.overlap and narrow_experts.sent_in_turns(local):
-            of_mlp, rows = narrow_experts.in_sent_rows(local, again)
-            # `backward` adds the zeros
-            slots, zeros = local.written_in_place
-            attention_of_turn = narrow_experts.of_sent_turns(local, self.turn.layers) - self.turn.layers * (2 * slots + zeros)
-            return [("its MLP", of_mlp, rows + attention_of_turn, 0, 0, mask), ("its end", hidden, at_end * stream, 0, end, mask)]
+        if points := self._points_of_narrow_experts(again, sizes, at_start=at_start):
+            return points
         if eight_bits.in_any_layout(local, self.program):
             of_mlp, others = eight_bits.mlp_in_any_layout(local, again, at_start=at_start)
             if eight_bits.between_norms(local, again):
@@ -194,6 +159,51 @@ class LayerPeak(MlpPeak):
                 ("its attention", at_mlp * hidden, 3 * stream + 5 * local.query_bytes, 0, 0, attention),
                 ("its end", hidden, at_end * stream, 0, 0 if delayed else end, mask),
             ]
+        return []
+
+    def _points_of_narrow_experts(
+        self, again: Recomputed, sizes: tuple[int, int, int, int, int], *, at_start: bool
+    ) -> list[tuple[str, int, int, int, int, int]]:
+        """Return the points of a layer whose experts have 8-bit matmuls; none: as others. `sizes` as in `_points_of_narrow_matmuls`."""
+        local, (at_end, end, down, mask, attention) = self.local, sizes
+        hidden, stream, matrices = local.hidden_bytes, local.stream_bytes, 2 * local.mlp_matrix * local.matrix_itemsize
+        if self.overlap and eight_bits.of_experts(local):
+            in_experts = eight_bits.in_experts(local, again)
+            return [
+                *(("its MLP", *experts, matrices, 0, mask) for experts in in_experts),
+                ("its attention", in_experts[1][0] + local.row_bytes, 6 * stream, 0, 0, attention),
+                ("its end", hidden, at_end * stream, 0, end, mask),
+            ]
+        if self.overlap and eight_bits.gathers_rows(local):
+            in_rows = eight_bits.in_gathered_rows(local, again)
+            return [
+                *(("its MLP", *experts, matrices, down, mask) for experts in in_rows),
+                ("its attention", in_rows[1][0] + local.row_bytes, 6 * stream, 0, 0, attention),
+                ("its end", hidden, at_end * stream, 0, end, mask),
+            ]
+        if self.overlap and narrow_experts.applies(local):
+            in_rows = narrow_experts.in_rows(local, again)
+            # where the layer reduces its gradients, those of its experts are computed before the rows', and each is scaled at once
+            reduced, unscaled = (end, 0) if self.reduces_in_turn else (0, local.mlp_matrix * local.gradient_itemsize)
+            return [
+                ("its MLP", *in_rows[0], matrices, 0, mask),
+                ("its MLP", *in_rows[1], matrices, reduced, mask),
+                ("its attention", in_rows[1][0] + local.row_bytes, 6 * stream, 0, 0, attention),
+                # a result of a kernel is multiplied by its scale
+                ("its end", hidden, at_end * stream, 0, end + unscaled, mask),
+            ]
+        if self.turn.layers > 1 and narrow_experts.turns_wait(local):
+            layers = delayed_experts.TURNS * self.turn.layers if at_start else self.turn.layers
+            return [
+                ("its MLP", *narrow_experts.in_turn(local, again, layers - 1), 0, 0, mask),
+                ("its end", hidden, at_end * stream, 0, end + local.mlp_matrix * 4, mask),
+            ]
+        if self.overlap and narrow_experts.sent_in_turns(local):
+            of_mlp, rows = narrow_experts.in_sent_rows(local, again)
+            # `backward` adds the zeros
+            slots, zeros = local.written_in_place
+            attention_of_turn = narrow_experts.of_sent_turns(local, self.turn.layers) - self.turn.layers * (2 * slots + zeros)
+            return [("its MLP", of_mlp, rows + attention_of_turn, 0, 0, mask), ("its end", hidden, at_end * stream, 0, end, mask)]
         return []
 
     def _attention_before_mlp_gradients(self, workspace: int) -> list[tuple[str, int, int, int, int, int]]:
