@@ -242,6 +242,10 @@ def relaid_bytes(local: LocalSizes, backend: str, overlap: bool, combined: bool,
         relaid = 0 if block_waits or written_late or _reads_kept_update(local) else layers * local.cut_stream_bytes * stacks
     if local.latent_bytes and local.ring and policy == "dots":
         relaid += layers * local.up_bytes  # keys and values from latents, as the ring reads them (heap of DeepSeek V2 Lite)
+    kept = {"key", "value"}.intersection(local.config.compute.remat.names) if policy == "names" else set()
+    if local.latent_bytes and local.tensor > 1 and overlap:
+        # attention in blocks reads them with heads before tokens (heap of DeepSeek V2 Lite)
+        relaid += layers * (local.key_bytes * ("key" in kept) + local.value_bytes * ("value" in kept))
     if backend in ("xla", "reference") and policy == "none":
         relaid += layers * score_bytes(local, 4)
     one_row = backend == "pallas" and policy == "none" and local.rows == 1 and local.context == 1 and local.model.moe is None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ridgeline.planner import delayed_experts, experts_over_tensor
+from ridgeline.planner import expert_layers
 from ridgeline.planner.live_buffers import LiveBuffers
 from ridgeline.planner.recompute import waiting
 
@@ -23,10 +23,10 @@ class ExpertsPeak(LiveBuffers):
     def experts_late(self) -> bool:
         """Whether weight gradients of experts come when the gradients of their rows are summed, in the loop over layers too.
 
-        So it is where kernels are counted with constants (planner/experts_over_tensor.py), or the experts wait for their gradient.
+        So it is where kernels are counted with constants (planner/expert_layers.py), or the experts wait for their gradient.
         """
-        waits = self.experts_wait and experts_over_tensor.applies(self.local) and not self.local.config.precision.eight_bit
-        return waits or (self.overlap and experts_over_tensor.late(self.local, self.program))
+        waits = self.experts_wait and expert_layers.over_tensor(self.local) and not self.local.config.precision.eight_bit
+        return waits or (self.overlap and expert_layers.late_over_tensor(self.local, self.program))
 
     @property
     def plain_experts(self) -> bool:
@@ -51,51 +51,14 @@ class ExpertsPeak(LiveBuffers):
         return self.groups_rows and self.local.expert == 1 and not self.program.measured_matmuls
 
     @property
-    def sends_in_layers(self) -> bool:
-        """Whether single layers send tokens by all_to_all without a capacity, under measured times, and do not reduce their own gradients;
-        not looked at with latent attention."""
-        sends = self.local.sends_uncapped and not self.reduces_in_turn and not self.local.latent_bytes
-        return self.plain_experts and sends and self.program.measured_matmuls
-
-    @property
-    def sends_long(self) -> bool:
-        """Whether such layers receive so much from other devices that weight gradients of layers before wait for an exchange.
-
-        Bounds from heaps of Mixtral and Qwen3 30B: so with 201 MB (expert=4) and more, not with 134 MB (expert=2) and less.
-        """
-        return self.sends_in_layers and 2 * (self.local.expert - 1) * self.local.cut_stream_bytes > delayed_experts.LONG_GATHER
-
-    @property
-    def computes_after_sends(self) -> bool:
-        """Whether such layers compute the weight gradients of their experts themselves, before the loop too.
-
-        The sums of the gradients of norms of queries and keys hide short exchanges. Where gate and up are kept in a loop of microbatches,
-        no second exchange of a layer follows. (Heaps of Qwen3 30B: expert=2 and 16, and expert=8 with `dots`, not with `none` and `full`.)
-        """
-        local = self.local
-        kept = self.in_loop and self.turn.recomputes and not experts_over_tensor.recomputes_experts(local)
-        return self.sends_in_layers and local.model.qk_norm and (not self.sends_long or kept)
-
-    @property
-    def pends_third(self) -> bool:
-        """Whether the weight gradients of two such layers wait for the exchanges of the third one, which is computed again: without norms
-        of queries and keys nothing else hides them (heaps of Mixtral with `dots` and `full`; `attention-only` has those of two)."""
-        return self.sends_long and self.turn.recomputes and not self.local.model.qk_norm and not self.pends_fetching
-
-    @property
-    def pends_fetching(self) -> bool:
-        """Whether the weight gradients of two such layers wait although values within blocks come from host memory: where these sends are
-        long, and no norms of queries and keys hide them (heap of Mixtral over expert=4)."""
-        return self.sends_long and delayed_experts.fetches_within_layers(self.local) and not self.local.model.qk_norm
-
-    @property
     def gathers_after_mlp(self) -> bool:
         """Whether the gathers of the next layer's weights begin after the MLP of a layer with experts: what follows covers them.
 
         With values in host memory they begin before it, as there is less: the next layer waits for these copies. Where a device has few
         tokens they begin before it too, but then the end of the layer, with all weight gradients, needs more. Not looked at in a ring.
         """
-        return self.plain_experts and not self.local.config.compute.remat.offloads and not self.local.ring
+        tied = self.local.ties_weight_gradients and self.turn.layers > 1
+        return (self.plain_experts or tied) and not self.local.config.compute.remat.offloads and not self.local.ring
 
     @property
     def recomputes_at_once(self) -> bool:
@@ -105,7 +68,7 @@ class ExpertsPeak(LiveBuffers):
         """
         local = self.local
         gathers = self.plain_experts and local.expert > 1 and not local.sends_uncapped and not local.latent_bytes
-        return gathers and not self.program.measured_matmuls and delayed_experts.fetches_within_layers(local)
+        return gathers and not self.program.measured_matmuls and expert_layers.fetches_within_layers(local)
 
     @property
     def activates_in_place(self) -> bool:
@@ -129,9 +92,38 @@ class ExpertsPeak(LiveBuffers):
     @property
     def relays_in_attention(self) -> bool:
         """Whether a stack is copied, if at all, in attention, when less is live than in experts that are recomputed when their gradient is
-        there (heaps of Mixtral, Qwen3 30B and DeepSeek V2 Lite over tensor). With a capacity it was not looked at (Qwen3 235B needs more).
+        there (heaps of Mixtral, Qwen3 30B and 235B and DeepSeek V2 Lite over tensor). With a capacity only where weight gradients are tied.
         """
-        return self._over_tensor_wait and not experts_over_tensor.capped(self.local)
+        return self._over_tensor_wait and (self.local.ties_weight_gradients or not expert_layers.capped(self.local))
+
+    @property
+    def next_recomputed(self) -> int:
+        """Bytes of the next layers' attention that are computed again in a layer with experts before the loop over layers.
+
+        Where blocks are recomputed and nothing waits for a gradient, that of two layers, with values from host memory; with constants of
+        three (`recomputes_at_once`). Where MLPs wait, none: the exchange hides it. But the weight gradients of experts with a capacity are
+        measured matmuls, and those of latent attention are too: over tensor that of one layer is computed again beside them, in a loop of
+        microbatches of the latter alone. Exchanges by all_to_all cover it all. (Heaps of Qwen3 30B, DeepSeek V2 Lite and V3.)
+        """
+        local = self.local
+        if not self.turn.recomputes or self.turn.layers > 1 or local.sends_uncapped or expert_layers.sends_capped(local):
+            return 0
+        attention = expert_layers.attention(local)
+        if self.recomputes_at_once:
+            return 3 * attention + 7 * local.stream_bytes + local.slot_bytes + expert_layers.fetched_early(local)
+        if waiting(local.config, local.tensor, local.expert) == "nothing":
+            return 2 * attention + expert_layers.fetched_early(local)
+        measured = expert_layers.capped(local) and self.program.measured_matmuls and not self.in_loop
+        return attention + 2 * local.stream_bytes if local.tensor > 1 and (measured or local.latent_bytes) else 0
+
+    @property
+    def computes_before_sum(self) -> bool:
+        """Whether weight gradients of experts are computed before the gradients of their rows by gate and by up are summed: with a capacity
+        they are matmuls that XLA has measured times of. Then three arrays in the rows of the experts are there, the two parts and one that
+        is selected for the tokens' slots, and one hidden activation, over tensor two (heaps of Qwen3 30B and 235B)."""
+        local = self.local
+        plain = self.overlap and local.config.precision.matmul == "compute" and self.turn.layers == 1
+        return plain and local.ties_weight_gradients and expert_layers.capped(local) and self.program.measured_matmuls
 
     @property
     def _over_tensor_wait(self) -> bool:
@@ -139,12 +131,6 @@ class ExpertsPeak(LiveBuffers):
         local = self.local
         alike = local.model.moe is not None and self.turn.layers == 1 and local.tensor > 1
         return self.overlap and alike and waiting(local.config, local.tensor, local.expert) == "mlp"
-
-    @property
-    def delays_over_tensor(self) -> int:
-        """Layers with experts over tensor whose weight gradients are computed together at the start of the backward pass."""
-        gathers = self.overlap and experts_over_tensor.applies(self.local)
-        return experts_over_tensor.together(self.local, self.program) if gathers else 1
 
     def in_experts(self, matrices: int, streams: int, mask: int, *, at_start: bool) -> list[Point]:
         """Return the points in the experts of a layer; none without trained experts.
@@ -155,7 +141,7 @@ class ExpertsPeak(LiveBuffers):
         if not self.overlap or local.model.moe is None or local.adapted:
             return []
         if self.turn.layers > 1:
-            return self._of_pending_turns(mask, at_start=at_start)
+            return self._in_turn(mask) if self.tied_turns else []
         points = [*self._rows_by_gate_and_up(matrices, streams, mask), *(self._after_attention(mask) if at_start else [])]
         if self.activates_in_place:
             # before that kernel: gate, up, and the gradient of the input of down, whose matrix has just been read
@@ -163,71 +149,84 @@ class ExpertsPeak(LiveBuffers):
             points.append(("its MLP", hidden, streams * local.stream_bytes, matrices + local.mlp_matrix * local.matrix_itemsize, 0, mask))
         return points
 
-    def at_end_of_experts(self, waiting: int, mask: int) -> list[Point]:
-        """Return the points at the end of a layer where the weight gradients of its experts come last, that of down or that of up.
+    @property
+    def tied_turns(self) -> bool:
+        """Whether turns of several layers have trained experts with 16-bit kernels and weight gradients computed within their layer."""
+        local = self.local
+        plain = self.overlap and self.turn.layers > 1 and local.config.precision.matmul == "compute"
+        return plain and local.ties_weight_gradients and not expert_layers.capped(local)
 
-        Operands are left of the one that is computed, and of the one after it. (Heaps of Mixtral and Qwen3 30B; with latent attention those
-        of shared experts come earlier.)
+    def _in_turn(self, mask: int) -> list[Point]:
+        """Return two points in the experts of a layer of such a turn.
 
-        waiting: unsharded gradients of the layer.
+        When the gradients of the biases of gate and up are computed, from these gradients in whole tiles of rows; and when the gradients of
+        the rows by gate and by up are summed into slots, with the inputs of the rows and, where gate or up is computed again, one more.
+        Hidden activations whose width is padded are there once more, also those that are computed again. (Heaps of gpt-oss.)
         """
         local = self.local
-        if not self.plain_experts or local.latent_bytes:
-            return []
-        rows, streams = local.hidden_bytes + local.row_bytes, 3 * local.stream_bytes
-        before = waiting - local.mlp_matrix * local.gradient_itemsize
-        return [("its end", rows, streams, 0, waiting, mask), ("its end", 2 * rows, streams, 0, before, mask)]
+        gates, again = 2 if local.model.gated_mlp else 1, expert_layers.recomputes_experts(local)
+        hidden = (gates + (gates if again else 0)) * local.padded_hidden_bytes if local.pads_hidden else (gates + 1) * local.hidden_bytes
+        slots = 2 if local.sends_uncapped and local.tensor == 1 else 1
+        # `backward` adds one stream in float32
+        streams = expert_layers.attention(local) + 4 * local.stream_bytes - 4 * local.tokens * local.model.embed_dim // local.tensor
+        return [
+            ("its MLP", (gates + 1) * local.hidden_bytes + self.turn.padded_gradients() + 2 * local.row_bytes, streams, 0, 0, mask),
+            ("its MLP", hidden + (4 if again else 3) * local.row_bytes + slots * local.slot_bytes, streams, 0, 0, mask),
+        ]
+
+    @property
+    def pending_attention(self) -> int:
+        """Bytes that the weight gradients of attention and of shared experts of a turn before the loop are computed from, which wait, and
+        what of the next turn's attention is computed again meanwhile. Not where the turn reduces its gradients.
+
+        Where nothing waits for a gradient, also the inputs of the next turn's MLPs, and with one microbatch zeros of its exchanges.
+        """
+        local, turn = self.local, self.turn
+        moe = local.model.moe
+        nothing = turn.recomputes and waiting(local.config, local.tensor, local.expert) == "nothing"
+        zeros = turn.zeros_of_turn if nothing and not self.in_loop else 0
+        if self.reduces_in_turn:
+            return zeros
+        shared = (
+            0 if moe is None else 3 * moe.shared_experts * local.tokens * local.model.expert_width * local.compute_itemsize // local.tensor
+        )
+        attention = expert_layers.attention(local)
+        pending = 2 * local.stream_bytes + attention + local.query_bytes + 2 * local.key_bytes + shared
+        again = (3 if nothing else 1) * local.stream_bytes + attention if turn.recomputes and not local.sends_uncapped else 0
+        return turn.layers * (pending + again) + zeros
 
     def _rows_by_gate_and_up(self, matrices: int, streams: int, mask: int) -> list[Point]:
         """Return the point in the experts of a layer where the gradients of their rows by gate and by up are summed into slots.
 
         Beside them are the inputs and the gradients of the results, and of the hidden activations the gradients of gate and up and the
-        input of down. It is the peak where rows are wider than hidden activations. Over tensor and with all_to_all it is another one.
-        (Heaps of DeepSeek V2 Lite and Qwen3 30B, also over data.)
+        input of down; those in whole tiles, where their width is padded, are there with gate and up. It is the peak where rows are wider
+        than hidden activations. Over tensor, but with latent attention, and with all_to_all it is another one. (Heaps of DeepSeek V2 Lite
+        and Qwen3 30B, also over data.)
 
         matrices: gathered weights. streams: residual streams in the MLP; `backward` adds one in float32.
         """
         local = self.local
-        sends = local.sends_uncapped or delayed_experts.sends_capped(local)
-        if sends or local.tensor > 1:
+        sends = local.sends_uncapped or expert_layers.sends_capped(local)
+        latent = local.latent_bytes and local.ties_weight_gradients and not local.config.precision.eight_bit
+        if sends or (local.tensor > 1 and not latent):
             return []
-        others = streams * local.stream_bytes - 4 * local.tokens * local.model.embed_dim + self._zeros_of_ring()
-        return [("its MLP", 3 * local.hidden_bytes + 4 * local.row_bytes + local.slot_bytes, others, matrices, 0, mask)]
-
-    def _zeros_of_ring(self) -> int:
-        """Return the size of the float32 zeros that the sums of a ring over context begin with: those of the gradients of queries and keys,
-        which depend on nothing and are taken out of the loop over layers, a copy of them for this layer, and those of the results of half
-        of the tokens. (Heap of Qwen3 30B; of layers without experts the peak is elsewhere.)
-        """
-        local = self.local
-        wide = 4 // local.compute_itemsize
-        return wide * (2 * (local.query_bytes + local.key_bytes) + local.context_bytes // 2) if local.ring and local.context > 2 else 0
-
-    def _of_pending_turns(self, mask: int, *, at_start: bool) -> list[Point]:
-        """Return the point in the experts of a layer where the weight gradients of the layers before it are delayed over its exchanges.
-
-        What a layer recomputes when its gradient is there is exchanged then too: so many exchanges follow each other that all other
-        matmuls of an iteration of the loop, which runs two turns, are put between the last ones. At the start one turn is not in the loop.
-        Where a turn's gradients are larger than the slots of an exchange, their reductions begin within it (heaps of gpt-oss: 1.3 and 4.8
-        times as large over context=4 and over data; they wait where they are a third of it).
-        """
-        local, turn = self.local, self.turn
-        if not (self.waits and turn.recomputes and delayed_experts.delays_in_loop(local) and self.delays_over_exchanges):
-            return []
-        longer = turn.trained_weights * local.gradient_itemsize > local.slot_bytes  # the reductions than an exchange
-        layers = turn.layers if at_start or longer else delayed_experts.pending_in_loop(turn.layers)
-        return [("its MLP", layers * delayed_experts.operands(local, cut=True) + delayed_experts.current(local), 0, 0, 0, mask)]
+        if local.tensor > 1:
+            hidden = max(3 * local.hidden_bytes, 4 * local.padded_hidden_bytes * local.pads_hidden)
+            return [("its MLP", hidden + 4 * local.row_bytes + local.slot_bytes, streams * local.stream_bytes, matrices, 0, mask)]
+        others = streams * local.stream_bytes - 4 * local.tokens * local.model.embed_dim
+        hidden, rows = (1, 3) if self.computes_before_sum else (3, 4)
+        return [("its MLP", hidden * local.hidden_bytes + rows * local.row_bytes + local.slot_bytes, others, matrices, 0, mask)]
 
     def _after_attention(self, mask: int) -> list[Point]:
         """Return the point in the experts of the layer that comes first, where MLPs alone wait for gradients.
 
-        The attention of the three layers that are not in the loop is computed again at once (`delayed_experts.early_attention`). Where
+        The attention of the three layers that are not in the loop is computed again at once (`expert_layers.early_attention`). Where
         each turn reduces its gradients, one layer is not in the loop.
         """
         local = self.local
-        if self.reduces_in_turn or not delayed_experts.recomputes_attention_early(local):
+        if self.reduces_in_turn or not expert_layers.recomputes_attention_early(local):
             return []
         # `backward` adds one stream in float32
-        streams = delayed_experts.early_attention(local) - 4 * local.tokens * local.model.embed_dim
+        streams = expert_layers.early_attention(local) - 4 * local.tokens * local.model.embed_dim
         rows = 3 * local.hidden_bytes + 4 * local.row_bytes + local.slot_bytes
         return [("its MLP", rows, streams, 0, 0, mask)]

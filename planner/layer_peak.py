@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ridgeline.configs.remat import POLICIES
-from ridgeline.planner import block_scaled, constant_costs, delayed_experts, eight_bits, experts_over_tensor, narrow_experts
+from ridgeline.planner import block_scaled, constant_costs, eight_bits, expert_layers, narrow_experts
 from ridgeline.planner.activations import attention_workspace, mask_bytes, offloads_inputs
 from ridgeline.planner.mlp_peak import FROM_BLOCK_INPUTS, MlpPeak
 from ridgeline.planner.recompute import Recomputed, recomputed
@@ -63,8 +63,10 @@ class LayerPeak(MlpPeak):
         if self.experts_late and again.inputs:
             # weight gradients come later: the gradients of the results are there too, and the gathered tokens are not
             of_experts += local.row_bytes - local.slot_bytes
-            if experts_over_tensor.recomputes_experts(local):
-                at_mlp = experts_over_tensor.hidden_activations(local, self.program)
+            if expert_layers.recomputes_experts(local):
+                at_mlp = expert_layers.hidden_activations(local, self.program)
+            if self.computes_before_sum:
+                of_experts, at_mlp = of_experts - local.row_bytes, 2
         down = local.mlp_matrix * local.gradient_itemsize if self.reduced and self.combined and not local.adapted else 0
         if down and local.model.moe is not None and not self.keeps_turns:  # those of the other layers of the turn wait for its end
             down += (self.turn.trained_weights - local.gathered_trained_weights) * local.gradient_itemsize
@@ -102,11 +104,9 @@ class LayerPeak(MlpPeak):
             *([] if at_start else self._sum_by_projections(attention)),
             *self._attention_with_final_states(attention),
             ("its end", hidden, at_end * stream, 0, waiting + more, mask),
-            *self.at_end_of_experts(waiting, mask),
             *([("its end", delayed, 0, 0, more, mask)] if self.turn.layers > 1 and recomputes else []),
             *self._mlp_after_others(together, (at_mlp + slices) * hidden, down, mask, at_start=at_start),
             *(self._attention_in_order(together) if at_start else []),
-            *self._experts_after_others(mask),
             *self.in_experts(matrices, streams, mask, at_start=at_start),
         )
         return max(points, key=lambda point: sum(point[1:]))
@@ -193,12 +193,12 @@ class LayerPeak(MlpPeak):
                 ("its end", hidden, at_end * stream, 0, end + unscaled, mask),
             ]
         if self.turn.layers > 1 and narrow_experts.turns_wait(local):
-            layers = delayed_experts.TURNS * self.turn.layers if at_start else self.turn.layers
+            layers = expert_layers.TURNS * self.turn.layers if at_start else self.turn.layers
             return [
                 ("its MLP", *narrow_experts.in_turn(local, again, layers - 1), 0, 0, mask),
                 ("its end", hidden, at_end * stream, 0, end + local.mlp_matrix * 4, mask),
             ]
-        if self.overlap and narrow_experts.sent_in_turns(local):
+        if self.overlap and self.turn.layers > 1 and local.sends_uncapped and local.config.precision.eight_bit:
             of_mlp, rows = narrow_experts.in_sent_rows(local, again)
             # `backward` adds the zeros
             slots, zeros = local.written_in_place

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from ridgeline.configs.remat import zeroes_embedding_early
-from ridgeline.planner import block_scaled, delayed_experts
+from ridgeline.planner import block_scaled, expert_layers
 from ridgeline.planner.activations import Component
 from ridgeline.planner.hardware import GpuProgram
 from ridgeline.planner.local import LocalSizes
@@ -246,12 +246,6 @@ class LiveBuffers:
         return DELAYED * ((2 if local.model.gated_mlp else 1) + 2) * local.hidden_bytes + wide
 
     @property
-    def delays_over_exchanges(self) -> bool:
-        """Whether weight gradients of a turn are delayed over exchanges: not where XLA counts with constants and a turn has two
-        layers (heaps of gpt-oss on A100); of four layers they are there too (a step of Llama 4 Scout on A100)."""
-        return self.program.measured_matmuls or self.turn.layers > DELAYED
-
-    @property
     def keeps_turns(self) -> bool:
         """Whether turns of several layers with trained experts keep all of their layers, and send tokens by all_to_all without a capacity.
 
@@ -259,8 +253,8 @@ class LiveBuffers:
         turn before have been reduced. (Heaps of gpt-oss and Llama 4 Scout; with 8-bit matmuls it was not looked at.)
         """
         local, turn = self.local, self.turn
-        sends = local.sends_uncapped and delayed_experts.delays_turns(local) and not local.config.precision.eight_bit
-        return self.overlap and sends and turn.layers > 1 and not turn.recomputes and self.delays_over_exchanges
+        sends = expert_layers.sends_over_fsdp(local) and not local.config.precision.eight_bit
+        return self.overlap and sends and turn.layers > 1 and not turn.recomputes
 
     def early_table(self) -> int:
         """Return the bytes of the embedding's unsharded gradient where its zeros are written before the layers (configs/remat.py)."""
@@ -280,9 +274,7 @@ class LiveBuffers:
         """
         local = self.local
         layers = min(DELAYED, self.turn.layers) if local.tensor > 1 and not (self.waits and local.expert == 1) else 1
-        if not (self.delays_over_exchanges or (at_start and not self.in_loop and self.turn.recomputes)):
-            layers = 1
-        if self.keeps_turns:
+        if self.keeps_turns or local.ties_weight_gradients:
             layers = 1
         return layers * EXPERT_ROWS_IN_FLIGHT * local.row_bytes
 
@@ -355,7 +347,7 @@ class LiveBuffers:
         """
         several = self.turn.layers > 1 and self.reduces_in_turn
         ordered = self.turn.in_order and not self.local.model.tie_embeddings
-        sends = self.turn.layers > 1 and self.local.sends_uncapped and delayed_experts.delays_turns(self.local)
+        sends = self.turn.layers > 1 and expert_layers.sends_over_fsdp(self.local)
         early = self.delays_experts or several or ordered or sends or self.scatters_scaled
         loops = self.in_loop and not (self.delays_experts and self.local.context > 1 and self.data == 1)
         return early and self.reduced and not loops and self.local.model.latent_attention is None
@@ -418,7 +410,7 @@ class LiveBuffers:
             return Outside(0, 0)
         table = local.table * local.compute_itemsize if layers == 1 and local.tensor == 1 else 0
         # a loop copies values to host memory: without it gate and up are kept, or computed again as soon as their input is there
-        kept = delayed_experts.fetches_within_layers(local) and not {"mlp_gate", "mlp_up"}.isdisjoint(local.config.compute.remat.names)
+        kept = expert_layers.fetches_within_layers(local) and not {"mlp_gate", "mlp_up"}.isdisjoint(local.config.compute.remat.names)
         of_mlp = layers * (2 if local.model.gated_mlp else 1) * dense.hidden_bytes if kept else 0
         return Outside(layers * dense.gathered_layer_weights * local.matrix_itemsize + table, self.recomputed_attention() + of_mlp)
 

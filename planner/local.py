@@ -191,6 +191,18 @@ class LocalSizes:
         return self.expert_rows * self.model.embed_dim * self.compute_itemsize
 
     @cached_property
+    def ties_weight_gradients(self) -> bool:
+        """Whether the weight gradients of experts are computed within their layer: where they are smaller than what they are computed from
+        (models/moe/experts.py, tie_weight_gradients)."""
+        if self.model.moe is None or self.adapted:
+            return False
+        operands = self.row_bytes + self.expert_rows * self.model.expert_width // self.tensor * self.compute_itemsize
+        if self.config.precision.eight_bit:
+            operands //= self.compute_itemsize
+        matrix = self.model.moe.experts // self.expert * self.model.embed_dim * self.model.expert_width // self.tensor
+        return operands > matrix * self.gradient_itemsize
+
+    @cached_property
     def slots(self) -> int:
         """Tokens that the routed experts of a device may process: its own, and with mesh.expert those of other devices."""
         moe, expert, experts = self.model.moe, int(self.expert), self.config.compute.experts

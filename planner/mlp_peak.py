@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ridgeline.planner import delayed_experts, eight_bits, experts_over_tensor, ordered_scales
+from ridgeline.planner import eight_bits, expert_layers, ordered_scales
 from ridgeline.planner.activations import NODE_DEVICES, offloads_inputs
 from ridgeline.planner.experts_peak import ExpertsPeak
 from ridgeline.planner.overlap import WIDEST_TENSOR
@@ -163,7 +163,7 @@ class MlpPeak(ExpertsPeak):
         """
         local = self.local
         if self.experts_late:
-            return experts_over_tensor.beside_experts(local)
+            return expert_layers.beside_experts(local)
         if self._offloads_after_norms:
             return self._streams_after_norms()
         if self._inputs_from_host_over_tensor:
@@ -262,8 +262,10 @@ class MlpPeak(ExpertsPeak):
         inputs and the gradients of their results; then gate and up are gone, and the gradients of the rows by both are there too.
         """
         local = self.local
-        if self.activates_in_place:
+        if self.activates_in_place or self.tied_turns:
             return []  # `in_experts` has its points
+        if self.computes_before_sum and local.tensor == 1:
+            return [at_mlp * local.hidden_bytes - local.row_bytes, local.hidden_bytes - local.slot_bytes]
         if not (self.overlap and local.sends_uncapped):
             return [at_mlp * local.hidden_bytes]
         return [at_mlp * local.hidden_bytes - local.row_bytes, min(3, at_mlp) * local.hidden_bytes + local.row_bytes]
@@ -359,17 +361,6 @@ class MlpPeak(ExpertsPeak):
         remat = self.local.config.compute.remat
         from_host = remat.offloads and not {"mlp_gate", "mlp_up"}.isdisjoint(remat.names)
         return not self.program.measured_matmuls and from_host and self.local.model.gated_mlp and self.local.tensor == 1
-
-    def _experts_after_others(self, mask: int) -> list[tuple[str, int, int, int, int, int]]:
-        """Return the point in the experts of a turn's last layer but one, over tensor: the weight gradients of the turn begin after it.
-
-        The attention of all layers of the turn is recomputed at its start, as nothing of it depends on a gradient.
-        """
-        local = self.local
-        if local.model.moe is None or local.tensor == 1 or self.turn.layers == 1 or not self.turn.recomputes:
-            return []
-        others = (self.turn.layers - 1) * delayed_experts.operands(local) + delayed_experts.attention(local)
-        return [("its MLP", others + delayed_experts.current(local), 4 * local.stream_bytes, 0, 0, mask)]
 
     def _mlp_in_order(self, of_mlp: int) -> list[tuple[int, int]]:
         """Return the sizes of hidden activations and of streams at two points in the MLP of an ordered layer over tensor.

@@ -10,8 +10,8 @@ backend, jax 0.10.2). Sizes are bytes of one device.
 from __future__ import annotations
 
 from ridgeline.planner import eight_bits
-from ridgeline.planner.activations import NODE_DEVICES, offloads_inputs, saved_arrays
-from ridgeline.planner.delayed_experts import TURNS, fetches_within_layers
+from ridgeline.planner.activations import offloads_inputs, saved_arrays
+from ridgeline.planner.expert_layers import TURNS, fetches_within_layers
 from ridgeline.planner.local import LocalSizes
 from ridgeline.planner.recompute import Recomputed, recomputed
 
@@ -62,32 +62,6 @@ def of_norms(local: LocalSizes) -> int:
     return normed + (3 * local.cut_stream_bytes if offloads_inputs(local) else 0)
 
 
-def before_down(local: LocalSizes) -> int:
-    """Return the size of the operands that two layers with a capacity still wait with when the weight gradients of gate and up are there.
-
-    All others of the second one, and of the first the inputs of its MLP's norm and of the weight gradient of down; the router's part of the
-    third one's gradient in float32.
-    """
-    of_first = eight_bits.one_byte(local, local.row_bytes + local.hidden_bytes)
-    of_second = eight_bits.pending_experts(local) - eight_bits.one_byte(local, local.row_bytes + _gates(local) * local.hidden_bytes)
-    normed = 2 * (local.query_bytes + local.key_bytes) if local.model.qk_norm else 0
-    return of_first + of_second + normed + 2 * (4 // local.compute_itemsize) * local.cut_stream_bytes
-
-
-def pending_with_capacity(local: LocalSizes) -> int:
-    """Return the size of the operands of the weight gradients of layers before the last one of those before the loop, with a capacity.
-
-    Where the third layer waits for its input from host memory, weight gradients are computed meanwhile: of the second layer on, with the
-    attention of the third one. The router's part of the gradient is float32.
-    """
-    layer, part = eight_bits.pending_experts(local) + of_norms(local), 4 // local.compute_itemsize * local.cut_stream_bytes
-    if not offloads_inputs(local):
-        return min(TURNS - 1, local.model.moe_layers - 1) * layer + part
-    normed = local.query_bytes + local.key_bytes if local.model.qk_norm else 0
-    heads = local.query_bytes + local.context_bytes + 2 * local.key_bytes + normed
-    return layer + part + heads + eight_bits.one_byte(local, local.stream_bytes) + local.cut_stream_bytes
-
-
 def copied_stack(local: LocalSizes, backend: str) -> int:
     """Return the size of a stack of gate or up that is copied to another layout; 0: none is.
 
@@ -114,14 +88,6 @@ def turns_wait(local: LocalSizes) -> bool:
     model, alone = local.model, local.data * local.context * local.tensor == 1
     narrow = local.config.compute.experts.capacity_factor is None and local.config.precision.eight_bit and not local.sends_uncapped
     return narrow and alone and model.moe is not None and model.layer_period > 1 and not local.adapted and local.fsdp > 1
-
-
-def sent_in_turns(local: LocalSizes) -> bool:
-    """Return whether turns of several layers send tokens to other nodes by all_to_all: all weight gradients cover these exchanges then, and
-    none are delayed beyond the next layer (heaps of gpt-oss: so with expert=16, not with 4 and 8)."""
-    model, experts = local.model, local.sends_uncapped and local.expert > NODE_DEVICES
-    alone = local.data * local.context * local.tensor == 1
-    return experts and alone and local.config.precision.eight_bit and model.layer_period > 1 and not local.adapted
 
 
 def in_sent_rows(local: LocalSizes, again: Recomputed) -> tuple[int, int]:
@@ -155,8 +121,7 @@ def operands_in_turn(local: LocalSizes) -> int:
     """
     gates, wide = _gates(local), 4 // local.compute_itemsize
     narrow = (gates + 1) * local.hidden_bytes + 2 * local.row_bytes + local.context_bytes + local.stream_bytes
-    biases = gates * local.hidden_bytes if local.model.mlp_bias else 0
-    return eight_bits.one_byte(local, narrow) + biases + (2 * wide + 1) * local.stream_bytes + local.query_bytes + local.key_bytes
+    return eight_bits.one_byte(local, narrow) + (2 * wide + 1) * local.stream_bytes + local.query_bytes + local.key_bytes
 
 
 def in_turn(local: LocalSizes, again: Recomputed, waiting: int) -> tuple[int, int]:

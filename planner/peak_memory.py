@@ -11,15 +11,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ridgeline.configs.remat import POLICIES
 from ridgeline.planner import (
     block_scaled,
     constant_costs,
-    delayed_experts,
     eight_bits,
-    experts_over_tensor,
     first_over_tensor,
-    narrow_experts,
 )
 from ridgeline.planner.activations import (
     Component,
@@ -30,12 +26,10 @@ from ridgeline.planner.activations import (
     saved_arrays,
 )
 from ridgeline.planner.after_layers import AfterLayers
-from ridgeline.planner.first_kept_turns import FirstKeptTurns
+from ridgeline.planner.first_experts import FirstExperts
 from ridgeline.planner.first_narrow_experts import FirstNarrowExperts
-from ridgeline.planner.first_whole_turns import FirstWholeTurns
 from ridgeline.planner.in_loss import InLoss
-from ridgeline.planner.layer_peak import SLOTS_IN_FLIGHT, STREAMS_IN_FLIGHT
-from ridgeline.planner.live_buffers import DELAYED
+from ridgeline.planner.layer_peak import STREAMS_IN_FLIGHT
 from ridgeline.planner.mlp_peak import FROM_BLOCK_INPUTS
 from ridgeline.planner.recompute import recomputed
 
@@ -43,7 +37,7 @@ Components = dict[str, Component]
 
 
 @dataclass(frozen=True)
-class StepMemory(InLoss, AfterLayers, FirstNarrowExperts, FirstKeptTurns, FirstWholeTurns):
+class StepMemory(InLoss, AfterLayers, FirstNarrowExperts, FirstExperts):
     """What is live at each point of a step of these sizes."""
 
     def points(self) -> dict[str, Components]:
@@ -56,37 +50,13 @@ class StepMemory(InLoss, AfterLayers, FirstNarrowExperts, FirstKeptTurns, FirstW
             **({} if self.local.adapted else {"embedding gradient": self.embedding_gradient()}),
             "optimizer": self.optimizer(),
         }
-        # counted with constants, a few kernels cover the exchanges: weight gradients are not delayed
-        if self.narrow_turns_wait:
-            points["first turns of the backward pass"] = self.first_narrow_turns()
-        elif self.overlap and narrow_experts.sent_in_turns(self.local):
-            points["first turns of the backward pass"] = self.first_sent_turns()
-        elif self.whole_turns:
-            points["first turns of the backward pass"] = self.first_whole_turns()
-        elif self.turn.layers > 1 and self.turn.pipelined and self.turn.recomputes and self.delays_over_exchanges:
-            if delayed_experts.delays_turns(self.local):
-                points["first turns of the backward pass"] = self.first_turns()
-            elif delayed_experts.reduces_late(self.local):
-                points["first turns of the backward pass"] = self.reductions_of_first_turns()
-        elif self.keeps_turns:
-            points["first turns of the backward pass"] = self.first_kept_turns()
+        points |= self.first_experts(points)
         if self.overlap:
             points["end of the backward pass"] = self.end_of_backward()
         if self.combined and self.local.fsdp > 1:
             points["last layer of the backward pass"] = self.last_layer()
             if self.reduces_at_end:
                 points["reductions after the layers"] = self.reductions_after_layers()
-        if self.delays_experts:
-            # where gradients are summed over data or context too, one layer is not in the loop: it waits for them as those in the loop do
-            waits = self.waits and not delayed_experts.delays_beside_gathers(self.local)
-            delayed = not self.reduces_in_turn and not waits and not self.experts_late and not delayed_experts.covered_early(self.local)
-            delayed, fetches = delayed and not self.computes_after_sends, delayed_experts.fetches_within_layers(self.local)
-            if self.delays_over_tensor > 1:
-                points["first layers of the backward pass"] = self.first_layers_over_tensor()
-            elif delayed and (self.reduces_table_early or not fetches or self.recomputes_at_once or self.pends_fetching):
-                points["first layers of the backward pass"] = self.first_layers()
-            if self.reduced:
-                points["reductions of the first layers"] = self.reductions_of_first_layers()
         if self.local.config.optimizer.kind == "muon":
             points["orthogonalization"] = self.orthogonalization()
         return points if self.local.pipeline == 1 else {name: self._with_stages(name, parts) for name, parts in points.items()}
@@ -126,7 +96,7 @@ class StepMemory(InLoss, AfterLayers, FirstNarrowExperts, FirstKeptTurns, FirstW
         narrow, dots = eight_bits.applies(local), local.config.compute.remat.policy == "dots"
         if self.turn.in_order:
             return self._start_in_order(0 if dots else relaid)
-        if self.experts_wait or self.relays_in_attention or self.experts_late or self.delays_over_tensor > 1:
+        if self.experts_wait or self.relays_in_attention or self.experts_late:
             relaid = 0  # copied, if at all, after the experts, when less is live
         pieces = ring_keeps_update(local) and not narrow
         late = narrow and not self.program.transposes_float8 and not again.attention_update
@@ -277,193 +247,6 @@ class StepMemory(InLoss, AfterLayers, FirstNarrowExperts, FirstKeptTurns, FirstW
                 waiting + reducing,
                 f"unsharded {local.config.precision.gradients} gradients of a layer before their reduction"
                 + (", and those of the previous layer" if reducing else ""),
-            ),
-        }
-
-    def first_layers(self) -> Components:
-        """Return what is live in the backward pass of the last two layers of experts, which comes first.
-
-        They are not in the loop over layers. Nothing waits for their weight gradients, so the scheduler delays these: the inputs of both
-        layers' weight gradients are live when the gradient of the second layer's input is computed, two arrays in the rows of the experts
-        (inputs, and gradients of the results) for each layer, and the parts by gate and by up. The stacks of gradients are not yet zeroed.
-        Where the second layer waits for its input from host memory, the gradients of the down matrices, which are plain matmuls with a
-        capacity, are computed meanwhile: their hidden inputs are gone, and one of the gradients of the results. Over tensor, where
-        attention's update is reduced again (it is kept before its reduction by dots), the first layer's gradient of down is computed while
-        the second layer's attention is gathered, and the tokens of the first layer come to the rows of its experts once more for the
-        gradients of gate and up, after the second layer.
-        """
-        local = self.local
-        capacity, operands = local.config.compute.experts.capacity_factor is not None, self.turn.before_weight_gradients()
-        # where all is kept, the inputs of gate and up are sent to the rows once more, later
-        again = (local.sends_uncapped and not self.turn.recomputes and not local.config.precision.eight_bit) or self.pends_fetching
-        delayed = DELAYED * (operands + (1 if again else 2) * local.row_bytes)
-        delayed += delayed_experts.fetched_early(local) if self.pends_fetching else 0
-        if self.pends_third:
-            delayed += 3 * local.hidden_bytes + 2 * local.row_bytes
-        if capacity and offloads_inputs(local):
-            delayed -= DELAYED * local.hidden_bytes + local.row_bytes
-        remat = local.config.compute.remat
-        reduces = remat.policy == "dots" or (self.turn.recomputes and recomputed(local.model, remat).attention_update)
-        if local.tensor > 1 and reduces and not capacity:
-            delayed -= local.hidden_bytes + 2 * local.row_bytes
-        working = delayed + 2 * local.row_bytes + SLOTS_IN_FLIGHT * local.slot_bytes + STREAMS_IN_FLIGHT * local.stream_bytes
-        if self.plain_experts:
-            working = delayed_experts.in_first_layers(local, operands, at_once=self.recomputes_at_once) or working
-        working = self.in_first_narrow_layers() or working
-        working += self.turn.zeroed_slots() if local.model.moe_layers > DELAYED else 0  # of the layers to come
-        working += self.recomputed_attention() + self.outside.activations
-        return {
-            "activations": self.saved,
-            "accumulated_gradients": self.accumulated(),
-            "parameter_copies": Component(
-                self.layout_copies() + self.gathered_layer() + self.outside.weights,
-                "transposed parameters of attention out; gathered weights of one layer",
-            ),
-            "working_activations": Component(
-                working, f"backward pass of {DELAYED} layers: inputs of their weight gradients, which are computed later"
-            ),
-            "loss": self.unembedding_gradient(),
-        }
-
-    def first_layers_over_tensor(self) -> Components:
-        """As `first_layers`, with experts over tensor (planner/experts_over_tensor.py)."""
-        local, program = self.local, self.program
-        stacks, waiting = 0, 0
-        if experts_over_tensor.first_is_computed(local, program):  # by constants it has been reduced and stacked
-            stacks = 0 if program.measured_matmuls else self.layer_gradients * self.stack_itemsize
-            waiting = local.gathered_trained_weights * local.gradient_itemsize if program.measured_matmuls else 0
-        points = {"its MLP": (experts_over_tensor.in_experts(local, program), stacks, waiting)}
-        if not local.config.precision.eight_bit:
-            points["its attention"] = (experts_over_tensor.after_attention(local, program), 0, 0)
-        where, (working, gradients, unreduced) = max(points.items(), key=lambda point: sum(point[1]))
-        working += self.turn.zeroed_slots()
-        return {
-            "activations": self.saved,
-            "gradients": Component(gradients, "of the layers, in stacks that begin with the first gradients"),
-            "accumulated_gradients": self.accumulated(),
-            "parameter_copies": Component(
-                self.layout_copies() + (self.gathered_layer() if self.delays_over_tensor == DELAYED else 0),
-                "transposed parameters of attention out; of two layers the gathered weights of one",
-            ),
-            "working_activations": Component(
-                working, f"backward pass of a layer, at {where}, with inputs of its weight gradients and of those of layers before"
-            ),
-            "loss": self.unembedding_gradient(),
-            "collective_buffers": Component(
-                unreduced, f"unsharded {local.config.precision.gradients} gradients of a layer before their reduction"
-            ),
-        }
-
-    def first_turns(self) -> Components:
-        """Return what is live in the third turn of layers with experts, which is not in the loop (planner/delayed_experts.py)."""
-        local = self.local
-        short = not self.waits and not local.config.precision.eight_bit
-        layers = delayed_experts.pending_in_loop(self.turn.layers) if short else delayed_experts.pending_turns(local, self.turn.layers)
-        pending = delayed_experts.pending_operands(local, layers, self.turn.padded_gradients())
-        if short:  # the next turn has computed its attention again, and written the zeros of its exchanges
-            pending += self.turn.layers * (delayed_experts.attention(local) + 2 * local.stream_bytes) + self.turn.zeros_of_turn
-        return {
-            "activations": self.saved,
-            "accumulated_gradients": self.accumulated(),
-            "parameter_copies": Component(
-                self.layout_copies() + 2 * self.gathered_layer(), "transposed parameters of attention out; gathered weights of two layers"
-            ),
-            "working_activations": Component(
-                pending + delayed_experts.current(local) + self.turn.zeroed_slots() + local.cut_stream_bytes,
-                "backward pass of two turns of layers and a half: inputs of their weight gradients, which are computed later",
-            ),
-            "loss": self.unembedding_gradient(),
-        }
-
-    def reductions_of_first_turns(self) -> Components:
-        """Return what is live in the first three turns of layers with experts, which are not in the loop, where that is most.
-
-        In the last layer of the third turn the gradients of two turns wait for their reductions, and those of the third turn's other
-        layers; the weight gradients of the last layer are computed when the gradients of its attention's input by queries, keys and values
-        are summed. Over tensor the weight gradients begin in the second turn, a turn of layers and one late. In the last layer of that turn
-        the third one has recomputed its attention, whose results are not yet scattered.
-        """
-        local = self.local
-        trained, parts = self.turn.trained_weights, 3 * local.stream_bytes
-        layer = trained // self.turn.layers
-        points = {"the last layer of the third turn": (delayed_experts.operands(local) + parts, delayed_experts.TURNS * trained - layer)}
-        if local.tensor > 1:
-            points["the last layer of the first turn"] = (delayed_experts.in_first_turn(self.turn, self.saved.bytes), 0)
-            points["the last layer of the second turn"] = (delayed_experts.late_operands(self.turn) + parts, trained - layer)
-        where, (working, waiting) = max(points.items(), key=lambda point: point[1][0] + point[1][1] * local.gradient_itemsize)
-        return {
-            "activations": self.saved,
-            "accumulated_gradients": self.accumulated(),
-            "parameter_copies": Component(
-                self.layout_copies() + self.next_layer_weights(),
-                "transposed parameters of attention out; gathered weights of the next turn",
-            ),
-            "working_activations": Component(
-                working, f"backward pass of {where}: inputs of weight gradients, gradients of attention's input"
-            ),
-            "loss": self.unembedding_gradient(),
-            "collective_buffers": Component(
-                waiting * local.gradient_itemsize, f"unsharded {local.config.precision.gradients} gradients of turns before their reduction"
-            ),
-        }
-
-    def reductions_of_first_layers(self) -> Components:
-        """Return what is live in the backward pass of the third layer of experts, the last one before the loop over layers.
-
-        Where the scheduler does not delay the weight gradients of the two layers before it (see `first_layers`), these wait for their
-        reduction meanwhile, with latent attention also the gradients of the results of their attention's matmuls. In the MLP of the third
-        layer its inputs, the gradients of its results and the parts by gate and by up are live; at its end, its own weight gradients.
-        """
-        local = self.local
-        layer = local.gathered_trained_weights * local.gradient_itemsize
-        narrow = narrow_experts.applies(local)  # their gradients come together, after this layer's MLP
-        # by constants a reduction ends within the next layer
-        waits = (self.program.measured_matmuls or narrow) and not self.reduces_in_turn
-        before = min(DELAYED, local.model.moe_layers - 1) if waits else 0
-        latent = local.model.latent_attention is not None
-        of_attention = local.query_bytes + local.up_bytes + local.stream_bytes if latent else 0
-        at_mlp = 4 if POLICIES[local.config.compute.remat.policy].recomputes_block else 3
-        in_mlp = at_mlp * local.hidden_bytes + 4 * local.row_bytes
-        if self.program.adds_bfloat16:  # the parts by gate and by up come when gate and up are gone
-            in_mlp = max(in_mlp - 2 * local.row_bytes, 3 * local.hidden_bytes + 4 * local.row_bytes)
-        in_mlp += SLOTS_IN_FLIGHT * local.slot_bytes + STREAMS_IN_FLIGHT * local.stream_bytes
-        # the weight gradient of down of the layer before covers the exchange back, so that its gradients do not wait yet
-        covers = waits and delayed_experts.sends_capped(local) and not offloads_inputs(local)
-        in_mlp += local.hidden_bytes + local.row_bytes if covers else 0
-        if self.experts_wait and experts_over_tensor.applies(local) and not local.config.precision.eight_bit:
-            in_mlp = experts_over_tensor.one_layer(local, self.program)
-        if self.sends_in_layers:
-            in_mlp += self.turn.zeroed_slots() + self.turn.zeros_of_turn
-        # the result of a kernel, which is multiplied by its scale next
-        unscaled = local.mlp_matrix * local.gradient_itemsize if narrow and not self.reduces_in_turn else 0
-        if eight_bits.of_experts(local):
-            in_mlp = self.in_narrow_experts()
-        in_mlp += delayed_experts.next_attention(local) + delayed_experts.fetched_early(local)
-        # Latent attention of the next layer, or one with values in host memory, needs its weights while the gradients of this one wait; and
-        # XLA has no times for grouped matmuls, by which they would cover that gather. What is computed again waits for these weights too.
-        fetches, again = delayed_experts.fetches_within_layers(local), self.turn.recomputes and self.plain_experts
-        early = latent or narrow or fetches or self.groups_rows or again
-        gathered, streams = self.gathered_layer() + self.outside.weights, 5 if latent else 3
-        points = {
-            **({} if narrow else {"its MLP": (in_mlp, gathered, (before - (covers and before > 1)) * layer)}),
-            **(self.late_down() if before and eight_bits.of_experts(local) and offloads_inputs(local) else {}),
-            "its end": (local.hidden_bytes + streams * local.stream_bytes, gathered if early else 0, (before + 1) * layer + unscaled),
-        }
-        if self.reduces_together:
-            points["its end, with all weight gradients"] = (points["its end"][0], 0, min(DELAYED + 1, local.model.moe_layers) * layer)
-        where, (working, copies, gradients) = max(points.items(), key=lambda point: sum(point[1]))
-        working += before * of_attention + self.recomputed_attention() + self.outside.activations
-        return {
-            "activations": self.saved,
-            "accumulated_gradients": self.accumulated(),
-            "parameter_copies": Component(
-                self.layout_copies() + copies,
-                "transposed parameters of attention out" + ("; gathered weights of one layer" if copies else ""),
-            ),
-            "working_activations": Component(working, f"backward pass of the third layer, at {where}"),
-            "loss": self.unembedding_gradient(),
-            "collective_buffers": Component(
-                gradients, f"unsharded {local.config.precision.gradients} gradients of layers before their reduction"
             ),
         }
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from ridgeline.models.moe.experts import Experts, Plan
+from ridgeline.models.moe.experts import Experts, Plan, tie_weight_gradients
 from ridgeline.sharding.manual import on_shards, reduce_gradient
 
 if TYPE_CHECKING:
@@ -49,17 +49,19 @@ def _add_backward(experts: Experts, residuals: Any, dhidden_RF: Arrays) -> tuple
     plan, like = residuals
     partitioner = experts.matmul.partitioner
 
-    def local(dhidden_RF: Arrays, plan: Plan) -> Arrays:
+    def local(dhidden_RF: Arrays, plan: Plan) -> tuple[Arrays, Arrays]:
         # A matmul: a scatter adds rows one after another. Rows of no expert have no gradient.
         expert_R = _expert_of_rows(experts, plan, dhidden_RF[0].shape[0])
         row_RE = (expert_R[:, None] == jnp.arange(plan.load_E.shape[0])).astype(dhidden_RF[0].dtype)
-        sums = [jnp.einsum("re,rf->ef", row_RE, dh_RF, preferred_element_type=jnp.float32) for dh_RF in dhidden_RF]
+        sums: Arrays = tuple(jnp.einsum("re,rf->ef", row_RE, dh_RF, preferred_element_type=jnp.float32) for dh_RF in dhidden_RF)
+        if not experts.matmul.frozen:
+            dhidden_RF, sums = tie_weight_gradients(dhidden_RF, sums, dhidden_RF[0])
         grads = [grad.astype(experts.matmul.gradient_dtype) for grad in sums]
         # The devices of `expert` have other experts, each with the tokens of all of that axis.
         tokens = tuple(axis for axis in partitioner.rules.token_axes if axis != "expert")
-        return tuple(reduce_gradient(partitioner, grad, HIDDEN_BIAS_AXES, tokens) for grad in grads)
+        return dhidden_RF, tuple(reduce_gradient(partitioner, grad, HIDDEN_BIAS_AXES, tokens) for grad in grads)
 
-    grads = _on_shards(experts, local, len(dhidden_RF), backward=True)(dhidden_RF, plan)
+    dhidden_RF, grads = _on_shards(experts, local, len(dhidden_RF), backward=True)(dhidden_RF, plan)
     return dhidden_RF, None, tuple(grad.astype(each.dtype) for grad, each in zip(grads, like, strict=True))
 
 
@@ -70,7 +72,7 @@ def _on_shards(experts: Experts, local: Any, count: int, *, backward: bool = Fal
     rules = experts.matmul.partitioner.rules
     plan, rows = experts._plan_spec, (PartitionSpec(rules.token_axes, rules.mesh_axes("mlp") or None),) * count
     biases = (rules.spec(HIDDEN_BIAS_AXES),) * count
-    in_specs, out_specs = ((rows, plan), biases) if backward else ((rows, plan, biases), rows)
+    in_specs, out_specs = ((rows, plan), (rows, biases)) if backward else ((rows, plan, biases), rows)
     return on_shards(experts.matmul.partitioner, local, in_specs, out_specs)
 
 

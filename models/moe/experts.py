@@ -326,7 +326,7 @@ def _widen_backward(experts: Experts, residuals: Any, dhidden: Matrices) -> tupl
     def local(x_BTD: jax.Array, plan: Plan, used: Operands, pairs: Pairs, dhidden: Matrices) -> tuple[jax.Array, Matrices, Pairs]:
         x_RD = experts._operand_rows(x_BTD, plan, fp8.VALUES)
         exact_RD, operands = _exact(x_RD), tuple(experts._operand(dh_RF, fp8.GRADIENTS) for dh_RF in dhidden)
-        dws = tuple(experts._reduced(outer(kernel, x_RD, dh_RF, plan.load_E, dtype)) for dh_RF in operands if not experts.matmul.frozen)
+        unreduced = tuple(outer(kernel, x_RD, dh_RF, plan.load_E, dtype) for dh_RF in operands if not experts.matmul.frozen)
         dpairs = tuple(
             None if pair is None else experts._reduced_pair(gradients(kernel, scale, exact_RD, dh_RF, pair, plan.load_E, dtype), down=False)
             for pair, dh_RF in zip(pairs, dhidden, strict=True)
@@ -337,7 +337,9 @@ def _widen_backward(experts: Experts, residuals: Any, dhidden: Matrices) -> tupl
             input_gradient(kernel, scale, dh_RF, pair, plan.load_E) for dh_RF, pair in zip(dhidden, pairs, strict=True) if pair is not None
         ]
         parts_GD = [jnp.sum(experts._assigned(dx_RD, plan), 1, dtype=jnp.float32) for dx_RD in parts_RD]
-        return experts._back(sum(parts_GD[1:], parts_GD[0]).astype(x_BTD.dtype), plan, x_BTD), dws, dpairs
+        dx_BTD = experts._back(sum(parts_GD[1:], parts_GD[0]).astype(x_BTD.dtype), plan, x_BTD)
+        dx_BTD, unreduced = tie_weight_gradients(dx_BTD, unreduced, (x_RD, operands[0]))
+        return dx_BTD, tuple(map(experts._reduced, unreduced)), dpairs
 
     count = len(params)
     pair_specs, stored = (tuple(experts._pair_spec(pair, down=False, stored=s) for pair in pairs) for s in (False, True))
@@ -350,6 +352,20 @@ def _widen_backward(experts: Experts, residuals: Any, dhidden: Matrices) -> tupl
 
 
 _widen.defvjp(_widen_forward, _widen_backward)
+
+
+def tie_weight_gradients(gradient: Any, unreduced: Matrices, operands: Any) -> tuple[Any, Matrices]:
+    """Return the first two arguments, such that nothing reads the first before both are computed. All are of one device.
+
+    gradient: what the backward pass goes on with. unreduced: weight gradients of a layer before their reduction, of equal sizes. operands:
+    what one of them is computed from. XLA's scheduler has no times for grouped matmuls: without this it computes the weight gradients of
+    several layers together, and keeps their operands until then (up to half of a step's memory). Not done where operands are smaller than
+    the gradient, when it would save nothing; reductions may still come later.
+    """
+    read = sum(each.size * each.dtype.itemsize for each in jax.tree.leaves(operands))
+    if unreduced and read > unreduced[0].size * unreduced[0].dtype.itemsize:
+        gradient, unreduced = jax.lax.optimization_barrier((gradient, unreduced))
+    return gradient, unreduced
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -399,7 +415,11 @@ def _narrow_backward(experts: Experts, residuals: Any, dy_BTD: jax.Array) -> tup
         left_RD, right_RF = left_RD.astype(dy_RD.dtype), right_RF.astype(dy_RD.dtype)
         left = dy_operand_RD if experts.matmul.float8 else left_RD
         right = experts._operand(right_RF, fp8.VALUES)
-        dw_DEF = None if experts.matmul.frozen else experts._reduced(outer(kernel, left, right, plan.load_E, dtype))
+        dw_DEF = None
+        if not experts.matmul.frozen:
+            unreduced: Matrices = (outer(kernel, left, right, plan.load_E, dtype),)
+            dweights_BTK, unreduced = tie_weight_gradients(dweights_BTK, unreduced, (left, right))
+            dw_DEF = experts._reduced(unreduced[0])
         dpair = None
         if pair is not None:
             dpair = experts._reduced_pair(gradients(kernel, scale, right_RF, left_RD, pair, plan.load_E, dtype), down=True)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.extend.core import jaxprs_in_params
 
 from ridgeline.configs.model_schema import MoEConfig
 from ridgeline.configs.schema import Config, LossConfig, MeshConfig
@@ -270,6 +271,37 @@ def test_layer_and_gradients_equal_a_direct_computation(
     assert float(dropped.sum()) == float((1 - kept_BTK).sum())
     for one, other in zip(jax.tree.leaves((nnx.to_pure_dict(grads[0]), grads[1])), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5 * float(jnp.abs(other).max()) + 1e-7)
+
+
+def barriers(jaxpr: Any) -> list[list[tuple[int, ...]]]:
+    """Shapes of the operands of each barrier in a program, also of those within its calls."""
+    found = []
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "optimization_barrier":
+            found.append([operand.aval.shape for operand in equation.invars])
+        for inner in jaxprs_in_params(equation.params):
+            found += barriers(inner)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_weight_gradients_of_experts_are_computed_with_the_gradient_of_their_layers_input_where_they_are_smaller_than_their_operands(
+    seed: int,
+) -> None:
+    """XLA would compute them layers later, and keep what they are computed from. Frozen matrices have none."""
+    rng = np.random.default_rng(seed)
+    width, per_token, hidden = tiny.BASE["embed_dim"], int(rng.integers(1, 3)), 4 * int(rng.integers(2, 12))
+    at_equal_sizes = ROWS * LENGTH * per_token * (width + hidden) / (width * hidden)
+    experts = max(per_token, int(at_equal_sizes * (rng.uniform(0.3, 0.9) if seed % 2 else rng.uniform(1.1, 3))))
+    moe = {"experts": experts, "experts_per_token": per_token, "expert_dim": hidden}
+    model = tiny.ModelConfig(**{**tiny.BASE, "num_layers": 1, "moe": moe, "mlp_bias": True})
+    compute = tiny.ComputeConfig()
+    structure, stacked = nnx.split(tiny.build(model, compute).blocks.mlp)
+    state, x_BTD = jax.tree.map(lambda leaf: leaf[0], stacked), jnp.ones((ROWS, LENGTH, width))
+    program = jax.make_jaxpr(jax.grad(lambda state: jnp.sum(nnx.merge(structure, state)(x_BTD, lambda x: x))))(state)
+    found = [shapes for shapes in barriers(program.jaxpr) if (width, experts, hidden) in shapes]
+    assert sorted(shapes.count((width, experts, hidden)) for shapes in found) == ([1, 2] if seed % 2 else [])
+    assert [shapes.count((experts, hidden)) for shapes in barriers(program.jaxpr) if (experts, hidden) in shapes] == [2]
 
 
 def test_the_padded_exchange_moves_the_slices_that_the_ragged_one_is_documented_to_move() -> None:

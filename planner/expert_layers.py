@@ -1,0 +1,147 @@
+"""Layers with experts: conditions and sizes that several points of the plan share.
+
+Read from heaps of compiled steps of Mixtral, Qwen3 30B and 235B, DeepSeek V2 Lite and V3, gpt-oss and Llama 4 Scout (GPU backend, jax
+0.10.2). Sizes are bytes of one device.
+"""
+
+from __future__ import annotations
+
+from ridgeline.planner.activations import offloads_inputs
+from ridgeline.planner.experts import TILE, exchange_method
+from ridgeline.planner.hardware import GpuProgram
+from ridgeline.planner.local import LocalSizes
+from ridgeline.planner.recompute import recomputed, waiting
+
+TURNS = 3
+"""Turns at the start of the backward pass that are not in the loop, which XLA unrolls by two, of an even number of them."""
+
+
+def capped(local: LocalSizes) -> bool:
+    """Return whether experts have a capacity: their matmuls are those of XLA."""
+    return local.config.compute.experts.capacity_factor is not None
+
+
+def sends_capped(local: LocalSizes) -> bool:
+    """Return whether tokens go to their experts by all_to_all with a capacity: weight gradients cover these exchanges."""
+    experts = local.config.compute.experts
+    return capped(local) and exchange_method(local.model.moe, experts, {"expert": local.expert}) == "all_to_all"
+
+
+def sends_over_fsdp(local: LocalSizes) -> bool:
+    """Return whether trained experts get their tokens by all_to_all without a capacity, and their gradients are reduced over fsdp alone."""
+    return local.sends_uncapped and local.fsdp > 1 and local.data * local.context == 1 and not local.adapted
+
+
+def reduces_late(local: LocalSizes) -> bool:
+    """Return whether the weight gradients of these turns wait for their reductions; not where those of a turn are reduced within it."""
+    trained = local.model.moe is not None and not local.adapted
+    return trained and local.fsdp > 1 and not local.sends_uncapped and local.data * local.context == 1
+
+
+def fetches_within_layers(local: LocalSizes) -> bool:
+    """Return whether values within blocks come from host memory."""
+    return local.config.compute.remat.offloads and not offloads_inputs(local)
+
+
+def fetched_early(local: LocalSizes) -> int:
+    """Return the bytes of the next layer's gate and up that come from host memory while a layer's experts run. With shared experts, whose
+    values are copied before, they come later."""
+    moe, remat = local.model.moe, local.config.compute.remat
+    shared = moe is None or moe.shared_experts > 0
+    return 0 if shared or not fetches_within_layers(local) else len({"mlp_gate", "mlp_up"}.intersection(remat.names)) * local.hidden_bytes
+
+
+def recomputes_experts(local: LocalSizes) -> bool:
+    """Return whether gate and up are computed again."""
+    return {"gate", "up"} & recomputed(local.model, local.config.compute.remat).weights != set()
+
+
+def recomputes_attention_early(local: LocalSizes) -> bool:
+    """Return whether the layers before the loop compute their attention again when the backward pass begins: where it depends on no
+    gradient, and its inputs are in device memory. Not over tensor, nor with latent attention, which were not looked at."""
+    remat = local.config.compute.remat
+    waits = waiting(local.config, local.tensor, local.expert) == "mlp" and not remat.offloads
+    return waits and local.tensor == 1 and not local.latent_bytes
+
+
+def attention(local: LocalSizes) -> int:
+    """Return the bytes of a layer's queries, keys, values and results, of normed queries and keys also the inputs of the norms."""
+    normed = local.query_bytes + local.key_bytes if local.model.qk_norm else 0
+    return local.query_bytes + 2 * local.key_bytes + local.context_bytes + normed
+
+
+def early_attention(local: LocalSizes) -> int:
+    """Return the bytes of the attention of three layers, of one of them the inputs alone, with seven streams.
+
+    Of the current layer the inputs of attention and of the MLP, attention's update and the gradient of the result; of one layer the inputs
+    of attention and of the MLP, of one that of attention. (Heap of Qwen3 30B on A100.)
+    """
+    return 2 * attention(local) + local.query_bytes + 2 * local.key_bytes + 7 * local.stream_bytes
+
+
+def operands(local: LocalSizes) -> int:
+    """Return the bytes that the weight gradients of one layer are computed from.
+
+    The inputs of attention and MLP, and the gradients of their results; in the rows of the experts the inputs, and the gradients of the
+    results; of the hidden activations the gradients of gate and up and the input of down (with biases these gradients also padded, and gate
+    and up, where they are computed again, in place of that input). With norms of queries and keys, their inputs and gradients.
+
+    Float8: one byte each but for the inputs of attention and MLP; gate and up of shared experts have their gradients in both layouts; the
+    gradient of the norm before the MLP needs its input in float32 and the gradient of its result; queries are there before their norm too.
+    """
+    moe = local.model.moe
+    assert moe is not None
+    gates = 2 if local.model.gated_mlp else 1
+    hidden = (gates + 1) * local.hidden_bytes
+    normed = 2 * (local.query_bytes + local.key_bytes) if local.model.qk_norm else 0
+    of_attention = local.query_bytes + 2 * local.key_bytes + local.context_bytes
+    if not local.config.precision.eight_bit:
+        again = len({"gate", "up"} & recomputed(local.model, local.config.compute.remat).weights)
+        padded = local.model.expert_width // local.tensor % TILE > 0
+        with_biases = (gates + again - 1) * local.hidden_bytes if local.model.mlp_bias and padded else 0
+        return hidden + with_biases + 2 * local.row_bytes + 4 * local.stream_bytes + of_attention + normed
+    shared = moe.shared_experts * local.tokens * local.model.expert_width * local.compute_itemsize // local.tensor
+    narrow = hidden + gates * shared + 2 * local.row_bytes + 2 * local.stream_bytes + 2 * of_attention
+    of_norm = (4 // local.compute_itemsize + 1) * local.cut_stream_bytes
+    return narrow // local.compute_itemsize + 2 * local.stream_bytes + of_norm + normed + local.query_bytes
+
+
+def over_tensor(local: LocalSizes) -> bool:
+    """Return whether alike layers with experts run over tensor; block-scaled matmuls and 8-bit ones with all_to_all were not looked at."""
+    model, precision = local.model, local.config.precision
+    alike = model.moe is not None and model.layer_period == 1 and not local.adapted and not local.latent_bytes
+    plain = local.pipeline * local.context == 1 and precision.block_scaled is None
+    return alike and plain and local.tensor > 1 and not (precision.eight_bit and local.sends_uncapped)
+
+
+def late_over_tensor(local: LocalSizes, program: GpuProgram) -> bool:
+    """Return whether the weight gradients of a layer over tensor come when the gradients of its rows are summed, in the loop too.
+
+    So where kernels are counted with constants (planner/constant_costs.py): those of experts hide little.
+    """
+    plain = not local.config.precision.eight_bit and not local.sends_uncapped
+    return over_tensor(local) and not program.measured_matmuls and plain
+
+
+def hidden_activations(local: LocalSizes, program: GpuProgram) -> int:
+    """Return how many hidden activations the weight gradients of a layer are computed from.
+
+    The gradients of gate and up and the input of down; with a capacity weight gradients are plain matmuls, and where these have no measured
+    times the kernel of down's computes its input from gate and up.
+    """
+    gates = 2 if local.model.gated_mlp else 1
+    return 2 * gates if capped(local) and not program.measured_matmuls else gates + 1
+
+
+def beside_experts(local: LocalSizes) -> int:
+    """Return what is live when the gradients of one layer's rows are summed, beside hidden activations, rows and slots.
+
+    The input of attention, without expert also these sums; queries, keys, values and attention's result, with norms of queries and keys
+    also their inputs; where attention's update is kept, the final hidden states and the gradient of theirs. `LayerPeak.backward` adds one
+    stream in float32.
+    """
+    keeps_update = recomputes_experts(local) and not recomputed(local.model, local.config.compute.remat).attention_update
+    heads = local.context_bytes + local.query_bytes + 2 * local.key_bytes
+    heads += local.query_bytes + local.key_bytes if local.model.qk_norm else 0
+    streams = (1 if local.expert > 1 else 2) * local.stream_bytes + 2 * local.cut_stream_bytes
+    return heads + streams + (local.stream_bytes + 2 * local.cut_stream_bytes if keeps_update else 0)
