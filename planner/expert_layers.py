@@ -7,7 +7,7 @@ Read from heaps of compiled steps of Mixtral, Qwen3 30B and 235B, DeepSeek V2 Li
 from __future__ import annotations
 
 from ridgeline.planner.activations import offloads_inputs
-from ridgeline.planner.experts import TILE, exchange_method
+from ridgeline.planner.experts import exchange_method
 from ridgeline.planner.hardware import GpuProgram
 from ridgeline.planner.local import LocalSizes
 from ridgeline.planner.recompute import recomputed, waiting
@@ -83,8 +83,8 @@ def operands(local: LocalSizes) -> int:
     """Return the bytes that the weight gradients of one layer are computed from.
 
     The inputs of attention and MLP, and the gradients of their results; in the rows of the experts the inputs, and the gradients of the
-    results; of the hidden activations the gradients of gate and up and the input of down (with biases these gradients also padded, and gate
-    and up, where they are computed again, in place of that input). With norms of queries and keys, their inputs and gradients.
+    results; of the hidden activations the gradients of gate and up and the input of down. With norms of queries and keys, their inputs and
+    gradients.
 
     Float8: one byte each but for the inputs of attention and MLP; gate and up of shared experts have their gradients in both layouts; the
     gradient of the norm before the MLP needs its input in float32 and the gradient of its result; queries are there before their norm too.
@@ -96,10 +96,7 @@ def operands(local: LocalSizes) -> int:
     normed = 2 * (local.query_bytes + local.key_bytes) if local.model.qk_norm else 0
     of_attention = local.query_bytes + 2 * local.key_bytes + local.context_bytes
     if not local.config.precision.eight_bit:
-        again = len({"gate", "up"} & recomputed(local.model, local.config.compute.remat).weights)
-        padded = local.model.expert_width // local.tensor % TILE > 0
-        with_biases = (gates + again - 1) * local.hidden_bytes if local.model.mlp_bias and padded else 0
-        return hidden + with_biases + 2 * local.row_bytes + 4 * local.stream_bytes + of_attention + normed
+        return hidden + 2 * local.row_bytes + 4 * local.stream_bytes + of_attention + normed
     shared = moe.shared_experts * local.tokens * local.model.expert_width * local.compute_itemsize // local.tensor
     narrow = hidden + gates * shared + 2 * local.row_bytes + 2 * local.stream_bytes + 2 * of_attention
     of_norm = (4 // local.compute_itemsize + 1) * local.cut_stream_bytes

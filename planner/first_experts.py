@@ -15,7 +15,6 @@ from ridgeline.planner import expert_layers, narrow_experts
 from ridgeline.planner.activations import Component
 from ridgeline.planner.layer_peak import SLOTS_IN_FLIGHT, STREAMS_IN_FLIGHT, LayerPeak
 from ridgeline.planner.live_buffers import DELAYED
-from ridgeline.planner.recompute import recomputed
 
 Components = dict[str, Component]
 LAYERS, TURNS = "reductions of the first layers", "first turns of the backward pass"
@@ -157,20 +156,18 @@ class FirstExperts(LayerPeak):
         """Return what is live at that of these points that needs most.
 
         * When the weight gradients begin: the operands of those of all three turns of two layers, or of two longer turns.
-        * When those of gate and up of two turns are computed: operands of those of down are left, and with biases the gradients of gate and
-          up padded to whole tiles, for a matmul. Where gate or up is computed again, they begin in the last layer, with such padded
-          gradients of all layers; and where kernels are counted with constants and values come from host memory, in all layers.
+        * When those of gate and up of two turns are computed: operands of those of down are left. Where kernels are counted with constants
+          and values come from host memory, of all layers.
         * When all gradients of the three turns wait for their reductions, with the results of the first; of longer turns those of two, and
           the first layer of the third one runs, whose attention has been computed again.
         """
         local, turn = self.local, self.turn
         short, layers, operands = turn.layers <= DELAYED, turn.layers, expert_layers.operands(local)
         gates = 2 if local.model.gated_mlp else 1
-        of_down = operands - local.row_bytes - gates * local.hidden_bytes + turn.padded_gradients()
-        again = {"gate", "up"} & recomputed(local.model, local.config.compute.remat).weights
+        of_down = operands - local.row_bytes - gates * local.hidden_bytes
         within = expert_layers.fetches_within_layers(local) and not self.program.measured_matmuls
         before = (REDUCED + 1 if within else REDUCED) * layers
-        others = 0 if within or not short else layers * (operands + (turn.padded_gradients() if again else 0))
+        others = 0 if within or not short else layers * operands
         two = REDUCED * turn.trained_weights * local.gradient_itemsize
         one, next_turn = self.gathered_layer(), self.next_layer_weights()
         current = layers * (expert_layers.attention(local) + 4 * local.stream_bytes) + 3 * (local.hidden_bytes + local.row_bytes)

@@ -192,15 +192,13 @@ class LocalSizes:
 
     @cached_property
     def ties_weight_gradients(self) -> bool:
-        """Whether the weight gradients of experts are computed within their layer: where they are smaller than what they are computed from
-        (models/moe/experts.py, tie_weight_gradients)."""
+        """Whether the weight gradients of experts are computed within their layer: where what they are computed from has more elements than
+        they have bytes (models/moe/experts.py, tie_weight_gradients)."""
         if self.model.moe is None or self.adapted:
             return False
-        operands = self.row_bytes + self.expert_rows * self.model.expert_width // self.tensor * self.compute_itemsize
-        if self.config.precision.eight_bit:
-            operands //= self.compute_itemsize
-        matrix = self.model.moe.experts // self.expert * self.model.embed_dim * self.model.expert_width // self.tensor
-        return operands > matrix * self.gradient_itemsize
+        width = self.model.expert_width // self.tensor
+        matrix = self.model.moe.experts // self.expert * self.model.embed_dim * width
+        return self.expert_rows * (self.model.embed_dim + width) > matrix * self.gradient_itemsize
 
     @cached_property
     def slots(self) -> int:

@@ -359,11 +359,11 @@ def tie_weight_gradients(gradient: Any, unreduced: Matrices, operands: Any) -> t
 
     gradient: what the backward pass goes on with. unreduced: weight gradients of a layer before their reduction, of equal sizes. operands:
     what one of them is computed from. XLA's scheduler has no times for grouped matmuls: without this it computes the weight gradients of
-    several layers together, and keeps their operands until then (up to half of a step's memory). Not done where operands are smaller than
-    the gradient, when it would save nothing; reductions may still come later.
+    several layers together, and keeps their operands until then (up to half of a step's memory). Not done where operands have fewer
+    elements than the gradient has bytes: 16-bit ones are then less than twice as large, and little or nothing would be saved. Reductions
+    may still come later.
     """
-    read = sum(each.size * each.dtype.itemsize for each in jax.tree.leaves(operands))
-    if unreduced and read > unreduced[0].size * unreduced[0].dtype.itemsize:
+    if unreduced and sum(each.size for each in jax.tree.leaves(operands)) > unreduced[0].size * unreduced[0].dtype.itemsize:
         gradient, unreduced = jax.lax.optimization_barrier((gradient, unreduced))
     return gradient, unreduced
 
