@@ -367,16 +367,3 @@ def in_gathered_rows(local: LocalSizes, again: Recomputed) -> list[tuple[int, in
     summed = gates * local.row_bytes + (local.slot_bytes or local.stream_bytes)
     in_kernel = (1 + len({"gate", "up"} & again.weights)) * local.hidden_bytes
     return [(in_kernel + narrow, rows + beside), (narrow, rows + beside + summed)]
-
-
-def in_pending_rows(local: LocalSizes, layers: int) -> int:
-    """Return what is live when the gradients of such a layer's rows are summed, with operands of the weight gradients of so many layers.
-
-    Of each layer in float8: the gradients of gate and up and the input of down, the rows' inputs and the gradients of their results; of
-    attention the halves of the gradients of normed queries and keys, and two inputs of weight gradients (heap of Qwen3 30B for H100s).
-    """
-    gates = 2 if local.model.gated_mlp else 1
-    operands = (gates + 1) * local.hidden_bytes + 2 * local.row_bytes + local.stream_bytes + local.context_bytes
-    heads = local.query_bytes + local.key_bytes if local.model.qk_norm else 0
-    summed = gates * local.row_bytes + (local.slot_bytes or local.stream_bytes)
-    return layers * (one_byte(local, operands) + heads) + summed + beside_experts(local)

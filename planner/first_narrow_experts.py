@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ridgeline.planner import eight_bits, narrow_experts
-from ridgeline.planner.activations import Component, offloads_inputs, saved_arrays
+from ridgeline.planner import narrow_experts
+from ridgeline.planner.activations import Component, saved_arrays
 from ridgeline.planner.live_buffers import DELAYED, LiveBuffers
-from ridgeline.planner.recompute import recomputed
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class FirstNarrowExperts(LiveBuffers):
         kept = sum(count for count, size in saved_arrays(local, self.backend) if size == local.hidden_bytes)
         waits = 0
         if narrow_experts.copies_both(local) and kept > 1:
-            waits = copied + narrow_experts.pending(local, measured=self.program.measured_matmuls, turns=DELAYED)
+            waits = copied + narrow_experts.pending(local, DELAYED, measured=self.program.measured_matmuls)
         text = "transposed parameters of MLP down and attention out; gathered weights of two layers"
         point = {
             "activations": self.saved,
@@ -59,10 +58,3 @@ class FirstNarrowExperts(LiveBuffers):
             "gradients": Component(0, "none yet: those of these turns are delayed"),
             "parameter_copies": Component(copies, "transposed parameters of attention out; gathered weights of one layer"),
         }
-
-    def in_narrow_experts(self) -> int:
-        """Return what is live in the experts of a layer in 8 bits with a capacity, with its norm's input in float32 (eight_bits)."""
-        local = self.local
-        sizes = eight_bits.in_experts(local, recomputed(local.model, local.config.compute.remat))
-        of_block = (4 // local.compute_itemsize + offloads_inputs(local)) * local.cut_stream_bytes
-        return max(map(sum, sizes)) + of_block

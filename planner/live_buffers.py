@@ -263,14 +263,12 @@ class LiveBuffers:
         early = zeroes_embedding_early(remat.policy, remat.names, local.context, experts=experts) and not local.adapted
         return local.table * local.gradient_itemsize if early else 0
 
-    def expert_rows_in_flight(self, *, at_start: bool) -> int:
+    def expert_rows_in_flight(self) -> int:
         """Return the size of the residual streams in the rows of the experts that are live in the backward pass of a layer.
 
         These are the inputs and the gradients of the inputs by gate and by up. Over tensor, where hidden rows are smaller than they, those
         of two layers of a turn are live (heap of gpt-oss, tensor=8); without tokens from other devices only where the recomputation of one
-        does not wait for the gradients of the other (heap of gpt-oss, tensor=4). Where XLA has no measured times of matmuls, it delays no
-        weight gradients over the exchanges of the next layer, and those of one layer are live, but at the start of a step without a loop of
-        microbatches that recomputes blocks (heaps of gpt-oss on A100).
+        does not wait for the gradients of the other (heap of gpt-oss, tensor=4). Those of one layer where its weight gradients are tied.
         """
         local = self.local
         layers = min(DELAYED, self.turn.layers) if local.tensor > 1 and not (self.waits and local.expert == 1) else 1

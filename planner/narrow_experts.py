@@ -1,17 +1,17 @@
 """Layers with experts in 8 bits: those without a capacity whose tokens stay on their device or are sent, and what waits before the loop.
 
-Kernels of this project multiply the rows, and XLA's scheduler knows no time of them: the weight gradients of the layers before the loop
-come together, after the last of these. All their operands are float8. (planner/eight_bits.py has those whose tokens are gathered over
-tensor.) With a capacity they come together too. So do those of the turns before the loop where layers of several kinds alternate.
-Read from the heaps of compiled steps of Qwen3 30B and 235B over fsdp, Mixtral over tensor=8 and expert=8, and gpt-oss over fsdp (GPU
-backend, jax 0.10.2). Sizes are bytes of one device.
+Kernels of this project multiply the rows, and XLA's scheduler knows no time of them: where weight gradients are not tied
+(`LocalSizes.ties_weight_gradients`), those of the layers or turns before the loop come together, after the last of these. All their
+operands are float8. (planner/eight_bits.py has those whose tokens are gathered over tensor.) Read from the heaps of compiled steps of
+Qwen3 30B and 235B over fsdp, Mixtral over tensor=8 and expert=8, and gpt-oss over fsdp (GPU backend, jax 0.10.2). Sizes are bytes of one
+device.
 """
 
 from __future__ import annotations
 
 from ridgeline.planner import eight_bits
 from ridgeline.planner.activations import offloads_inputs, saved_arrays
-from ridgeline.planner.expert_layers import TURNS, fetches_within_layers
+from ridgeline.planner.expert_layers import fetches_within_layers
 from ridgeline.planner.local import LocalSizes
 from ridgeline.planner.recompute import Recomputed, recomputed
 
@@ -37,14 +37,14 @@ def in_rows(local: LocalSizes, again: Recomputed) -> list[tuple[int, int]]:
     return [(in_kernel + (2 * gates + 1) * narrow, beside), ((gates + 1) * narrow, beside + _summed(local))]
 
 
-def pending(local: LocalSizes, *, measured: bool, turns: int = TURNS) -> int:
-    """Return what is live when the gradients of the rows of the last of some layers before the loop are summed.
+def pending(local: LocalSizes, layers: int, *, measured: bool) -> int:
+    """Return what is live when the gradients of the rows of the last of the first layers are summed.
 
     The operands of the weight gradients of the layers before it, and of its own; its norm's input and the router's part of the gradient in
     float32. Where it waits for values from host memory, measured matmuls run meanwhile, and with them the weight gradients of the first of
-    three layers (heap of Mixtral).
+    these layers (heap of Mixtral).
     """
-    layers = min(turns - (measured and fetches_within_layers(local)), local.model.moe_layers)
+    layers = min(layers - (measured and fetches_within_layers(local)), local.model.moe_layers)
     hidden, others = in_rows(local, recomputed(local.model, local.config.compute.remat))[1]
     wide = 2 * 4 // local.compute_itemsize * local.cut_stream_bytes
     # over tensor the inputs of attention are gathered in the compute dtype: of the layer before, and of the next one
@@ -91,7 +91,7 @@ def turns_wait(local: LocalSizes) -> bool:
 
 
 def in_sent_rows(local: LocalSizes, again: Recomputed) -> tuple[int, int]:
-    """Return the sizes of hidden activations and of all others in the experts of a layer that is `sent_in_turns`, less attention.
+    """Return the sizes of hidden activations and of all others in the experts of a layer in turns that send tokens, less attention.
 
     One kernel clamps gate and up and computes their gradients: gate in both layouts, up, the gradient of the input of down and both
     results (without clamps as `in_rows`); of the rows the inputs and the gradients of the results, in float8.
@@ -116,8 +116,8 @@ def operands_in_turn(local: LocalSizes) -> int:
     """Return what the weight gradients of a layer of such a turn are computed from.
 
     Float8: the gradients of gate and up and the input of down, the rows' inputs and the gradients of their results, attention's result and
-    the gradient of its update. In the compute dtype, for biases, the gradients of gate and up; halves of the gradients of queries and keys;
-    the gradient of the MLP's norm. Float32: that norm's input, and the sum of its gradients by gate and up. (Heaps of gpt-oss for GB200s.)
+    the gradient of its update. In the compute dtype halves of the gradients of queries and keys, and the gradient of the MLP's norm.
+    Float32: that norm's input, and the sum of its gradients by gate and up. (Heaps of gpt-oss for GB200s.)
     """
     gates, wide = _gates(local), 4 // local.compute_itemsize
     narrow = (gates + 1) * local.hidden_bytes + 2 * local.row_bytes + local.context_bytes + local.stream_bytes
