@@ -57,8 +57,7 @@ class ExpertsPeak(LiveBuffers):
         With values in host memory they begin before it, as there is less: the next layer waits for these copies. Where a device has few
         tokens they begin before it too, but then the end of the layer, with all weight gradients, needs more. Not looked at in a ring.
         """
-        tied = self.local.ties_weight_gradients and self.turn.layers > 1
-        return (self.plain_experts or tied) and not self.local.config.compute.remat.offloads and not self.local.ring
+        return self.plain_experts and not self.local.config.compute.remat.offloads and not self.local.ring
 
     @property
     def recomputes_at_once(self) -> bool:
@@ -179,7 +178,9 @@ class ExpertsPeak(LiveBuffers):
         """Bytes that the weight gradients of attention and of shared experts of a turn before the loop are computed from, which wait, and
         what of the next turn's attention is computed again meanwhile. Not where the turn reduces its gradients.
 
-        Where nothing waits for a gradient, also the inputs of the next turn's MLPs, and with one microbatch zeros of its exchanges.
+        Where nothing waits for a gradient, also the inputs of the next turn's MLPs, and with one microbatch zeros of its exchanges. In 8
+        bits those of two turns wait, less the current layer: operands in one byte, the inputs of attention and MLP in the compute dtype,
+        that of the MLP's norm in float32; where the weights multiply the experts' inputs, also the operands of down. (Heaps of Scout.)
         """
         local, turn = self.local, self.turn
         moe = local.model.moe
@@ -187,10 +188,16 @@ class ExpertsPeak(LiveBuffers):
         zeros = turn.zeros_of_turn if nothing and not self.in_loop else 0
         if self.reduces_in_turn:
             return zeros
-        shared = (
-            0 if moe is None else 3 * moe.shared_experts * local.tokens * local.model.expert_width * local.compute_itemsize // local.tensor
-        )
+        shared = 0 if moe is None else 3 * moe.shared_experts * local.tokens * local.model.expert_width * local.compute_itemsize
+        shared //= local.tensor
         attention = expert_layers.attention(local)
+        if local.config.precision.eight_bit:
+            narrow = 2 * local.stream_bytes + shared
+            if moe is not None and moe.scale_input:  # nothing reads the gradient that the weight gradient of down is tied to
+                narrow += local.row_bytes + local.expert_rows * local.model.expert_width * local.compute_itemsize // local.tensor
+            wide = 2 * local.stream_bytes + (1 + 4 // local.compute_itemsize) * local.cut_stream_bytes
+            pending = narrow // local.compute_itemsize + wide + attention + local.query_bytes + 2 * local.key_bytes
+            return (2 * turn.layers - 1) * pending + zeros
         pending = 2 * local.stream_bytes + attention + local.query_bytes + 2 * local.key_bytes + shared
         again = (3 if nothing else 1) * local.stream_bytes + attention if turn.recomputes and not local.sends_uncapped else 0
         return turn.layers * (pending + again) + zeros

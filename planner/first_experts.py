@@ -53,7 +53,8 @@ class FirstExperts(LayerPeak):
         attention is computed again early, and in turns what the weight gradients of attention wait with.
         """
         local, alike = self.local, self.turn.layers == 1
-        names = ("start of the backward pass", *([] if alike or local.expert > 1 else ["backward pass"]))
+        late = not alike and local.expert == 1 and not local.config.precision.eight_bit
+        names = ("start of the backward pass", *(["backward pass"] if late else []))
         point = max((points[name] for name in names), key=lambda parts: sum(part.bytes for part in parts.values()))
         working, collectives = point["working_activations"], point["collective_buffers"]
         layer = local.gathered_trained_weights * local.gradient_itemsize
@@ -87,7 +88,7 @@ class FirstExperts(LayerPeak):
         in_mlp = at_mlp * local.hidden_bytes + 4 * local.row_bytes
         if self.program.adds_bfloat16:  # the parts by gate and by up come when gate and up are gone
             in_mlp = max(in_mlp - 2 * local.row_bytes, 3 * local.hidden_bytes + 4 * local.row_bytes)
-        in_mlp += SLOTS_IN_FLIGHT * local.slot_bytes + STREAMS_IN_FLIGHT * local.stream_bytes + expert_layers.fetched_early(local)
+        in_mlp += SLOTS_IN_FLIGHT * local.slot_bytes + STREAMS_IN_FLIGHT * local.stream_bytes
         # the result of a kernel, which is multiplied by its scale next
         unscaled = local.mlp_matrix * local.gradient_itemsize if narrow and not self.reduces_in_turn else 0
         # Latent attention of the next layer, or one with values in host memory, needs its weights while the gradients of this one wait; and

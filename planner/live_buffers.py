@@ -268,12 +268,10 @@ class LiveBuffers:
 
         These are the inputs and the gradients of the inputs by gate and by up. Over tensor, where hidden rows are smaller than they, those
         of two layers of a turn are live (heap of gpt-oss, tensor=8); without tokens from other devices only where the recomputation of one
-        does not wait for the gradients of the other (heap of gpt-oss, tensor=4). Those of one layer where its weight gradients are tied.
+        does not wait for the gradients of the other (heap of gpt-oss, tensor=4).
         """
         local = self.local
         layers = min(DELAYED, self.turn.layers) if local.tensor > 1 and not (self.waits and local.expert == 1) else 1
-        if self.keeps_turns or local.ties_weight_gradients:
-            layers = 1
         return layers * EXPERT_ROWS_IN_FLIGHT * local.row_bytes
 
     def turned_gradients(self) -> int:

@@ -84,7 +84,9 @@ def copies_both(local: LocalSizes) -> bool:
 
 
 def turns_wait(local: LocalSizes) -> bool:
-    """Return whether the weight gradients of the turns before the loop come together, in turns of several layers."""
+    """Return whether the weight gradients of the turns before the loop come together, in turns of several layers: not where tied."""
+    if local.ties_weight_gradients:
+        return False
     model, alone = local.model, local.data * local.context * local.tensor == 1
     narrow = local.config.compute.experts.capacity_factor is None and local.config.precision.eight_bit and not local.sends_uncapped
     return narrow and alone and model.moe is not None and model.layer_period > 1 and not local.adapted and local.fsdp > 1
