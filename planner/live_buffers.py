@@ -26,9 +26,9 @@ DELAYED = 2
 
 
 EARLY_BITS = 3 * 2**27
-"""Bytes of the random bits of one stack of the MLP's matrices from which updates of 8-bit moments begin before the loop of microbatches.
+"""Bytes of float32 of one stack of the MLP's matrices from which updates of 8-bit moments begin early (`early_update`).
 
-Bounds from heaps of Qwen2.5 32B: none of it is early at 283 MB, the bits of one stack and moments at 425 MB, those of all from 566 MB.
+Bounds from heaps of Qwen2.5 32B, when updates did not wait for the microbatches: nothing at 283 MB, one stack at 425 MB.
 """
 
 
@@ -175,27 +175,21 @@ class LiveBuffers:
         return self.overlap and self.local.of_state.fsdp > self.local.fsdp > 1 and not self.local.adapted
 
     def early_update(self) -> int:
-        """Return the bytes of what the update of 8-bit moments computes before the loop of microbatches where parameters are gathered.
+        """Return the bytes of what the update of 8-bit moments computes before the end of the backward pass where parameters are gathered.
 
-        With mesh.zero_stage=2 over fsdp the update works in the layout of the gather over data, whose leading dim is the width. There
-        kernels of their own compute the random bits of large stacks of the MLP's matrices, and transpose and convert the codes of MLP
-        down's moments: float32 of both, and the code of the second once more for the pass after the scales are known. All this reads only
-        the state and the step's key. The scheduler works from the end of the step: such kernels hide the all-reduce of the gradient's
-        norm, beside norms of single stacks, until its latency is covered. What is left depends on no collective and comes last, which
-        is before the loop. Of small stacks nothing is left.
-
-        With one microbatch, by constants, the same is left of MLP down's moments, with a boolean of each code, and the float32 moments of
-        attention out (heap of Llama 2 13B, data=4 x fsdp=4, on A100).
+        With mesh.zero_stage=2 over fsdp the update works in the layout of the gather over data, whose leading dim is the width. With one
+        microbatch, by constants, MLP down's large moments are transposed and converted early: float32, the code once more for the pass
+        after the scales are known, a boolean of each code; and the float32 moments of attention out (heap of Llama 2 13B, data=4 x
+        fsdp=4, on A100). Kernels that depend on no collective hide the all-reduce of the gradient's norm, and the scheduler, which works
+        from the end of the step, leaves the others to the beginning. With more microbatches the update waits for them (trainer/step.py).
         """
         local, state = self.local, self.local.of_state
         stack = local.mlp_matrices // state.fsdp
-        dense = local.model.moe is None and local.config.precision.moments == "int8"
-        if not (self.gathers_over_data and dense) or 4 * stack < EARLY_BITS:
+        if self.in_loop or self.program.measured_matmuls or not self.gathers_over_data or local.model.moe is not None:
             return 0
-        if not self.in_loop:
-            of_out = 2 * 4 * local.model.num_layers * local.out_matrix // state.fsdp
-            return 0 if self.program.measured_matmuls else (2 * 4 + 1 + 2) * stack + of_out
-        return (3 if local.model.gated_mlp else 2) * 4 * stack + (2 * 4 + 1) * stack
+        if local.config.precision.moments != "int8" or 4 * stack < EARLY_BITS:
+            return 0
+        return (2 * 4 + 1 + 2) * stack + 2 * 4 * local.model.num_layers * local.out_matrix // state.fsdp
 
     @property
     def relays_scales(self) -> bool:

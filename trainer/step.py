@@ -11,6 +11,7 @@ B rows, T tokens per row, D width, V vocabulary, A microbatches, S row shards (d
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -156,6 +157,11 @@ def make_train_step(
         grads, now, means, weight = gradient(state.params, recent, batch, jax.random.fold_in(key, DROPOUT))
         now = jax.tree.map(lambda rows: jnp.max(rows, (-2, -1)), now)  # over the row shards, once per step
         router: RouterTotals | None = means.pop(ROUTER, None)
+        if config.trainer.accumulation > 1 and config.precision.moments == "int8" and partitioner.zero_stage:
+            # Else XLA may draw random numbers and decode moments of the largest parameters before the microbatches, and keep them in
+            # float32 until the update: 14 % of the memory of Llama 2 13B over data=2 x fsdp=8.
+            key, rounding, opt_state, means = jax.lax.optimization_barrier((key, rounding, state.opt_state, means))
+            state = replace(state, opt_state=opt_state)
         with jax.named_scope("optimizer"):
             grad_norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
             good = jnp.isfinite(means["loss"]) & jnp.isfinite(grad_norm)

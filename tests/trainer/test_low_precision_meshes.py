@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import Literal
 
 from ridgeline.configs.rules import check_config
 from ridgeline.configs.schema import Config
 from ridgeline.sharding.mesh import build_mesh
 from ridgeline.sharding.partition import Partitioner
-from ridgeline.sharding.rules import Rules
 from ridgeline.trainer.optimizers import build_optimizer
 from ridgeline.trainer.schedules import build_schedule
 from ridgeline.trainer.state import abstract_state, init_state, model_spec
@@ -51,8 +51,8 @@ class Run:
 
     def __init__(self, config: Config, mesh: dict[str, int]) -> None:
         config = config.model_copy(update={"mesh": config.mesh.model_copy(update={"fsdp": 1, **mesh})})
-        devices = int(np.prod(list(mesh.values()), dtype=int))
-        self.partitioner = Partitioner(build_mesh(config.mesh, jax.devices()[:devices]), Rules.from_config(config.mesh))
+        devices = int(np.prod([size for axis, size in mesh.items() if axis != "zero_stage"], dtype=int))
+        self.partitioner = Partitioner.of(build_mesh(config.mesh, jax.devices()[:devices]), config)
         self.spec = model_spec(config, self.partitioner)
         self.optimizer = build_optimizer(config.optimizer, config.precision, self.spec.param_axes, self.partitioner)
         self.abstract = abstract_state(config, self.spec, self.optimizer, self.partitioner)
@@ -169,6 +169,29 @@ def test_the_state_is_updated_in_place() -> None:
     state = runs.fresh()
     runs.advance(state, 0, 1)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+
+
+@pytest.mark.parametrize("mesh", [{"data": 2, "fsdp": 2}, {"data": 4}, {"data": 2, "fsdp": 2, "tensor": 2}])
+def test_an_update_over_data_computes_nothing_of_a_parameters_size_before_the_microbatches(mesh: dict[str, int]) -> None:
+    """What depends on the state alone may be computed at any time, and XLA chose the beginning: it was kept through all microbatches."""
+    config = make_config()
+    two = config.trainer.model_copy(update={"accumulation": 2})
+    runs = Run(config.model_copy(update={"trainer": two}), {**mesh, "zero_stage": 2})
+    step = make_train_step(runs.spec, runs.config, runs.optimizer, lambda _: jnp.float32(1e-3), runs.partitioner)
+    traced = jax.make_jaxpr(step)(runs.abstract, runs.batch(0)).jaxpr
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(runs.abstract)]
+    of_state = {x for name, x in zip(names, traced.invars, strict=False) if name.startswith((".opt_state", ".rng"))}
+    (loop,) = [at for at, eqn in enumerate(traced.eqns) if eqn.primitive.name == "while"]
+    read = [{x for x in eqn.invars if not isinstance(x, Literal)} for eqn in traced.eqns]
+    after = set(traced.eqns[loop].outvars)
+    for eqn, inputs in zip(traced.eqns, read, strict=True):
+        after |= {*eqn.outvars} if after & inputs else set()
+        of_state |= {*eqn.outvars} if of_state & inputs else set()
+    smallest = min(leaf.size for leaf in jax.tree.leaves(runs.abstract.params) if leaf.ndim > 2)
+    large = {x for eqn in traced.eqns for x in eqn.outvars if x.aval.size >= smallest}
+    assert len(of_state & after & large) > 100
+    found = [eqn.primitive.name for eqn in traced.eqns if (of_state - after) & large & {*eqn.outvars}]
+    assert not found
 
 
 def test_muon_takes_bfloat16_and_names_the_setting_for_8_bits() -> None:
