@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -108,7 +109,8 @@ def parallelize(
 
     # 4. Collective matmuls: overlap the communication over tensor with the matmuls around it.
     overlap = compute.tensor_overlap == "ring" and partitioner.mesh.shape["tensor"] > 1
-    matmul = (CollectiveMatmul if overlap else Matmul)(
+    zeros_wait = model.layer_period > 1 or not compute.scan_layers
+    matmul = (partial(CollectiveMatmul, zeros_wait=zeros_wait) if overlap else Matmul)(
         partitioner,
         compute_dtype,
         jnp.dtype(precision.gradients),

@@ -92,8 +92,8 @@ class InLoss(LayerPeak):
     def _zeroed_early(self) -> int:
         """Return the elements of the gradient buffers that are zeroed before the loss; 0 where all are zeroed after it.
 
-        By XLA's own thresholds of combining, the stacks of gradients that are converted later are zeroed after it. With trained experts all
-        are (heaps of Mixtral, Qwen3 and gpt-oss, not of DeepSeek), and in ordered turns that recompute everything, or gate and up where
+        Without fsdp all are zeroed after it; by XLA's own thresholds of combining the stacks that are converted later. With trained experts
+        all are (heaps of Mixtral, Qwen3 and gpt-oss, not of DeepSeek), and in ordered turns that recompute everything, or gate and up where
         layers are left over, which write no stacks (heaps of Gemma 2 and 3 and OLMo 3).
         """
         local, policy = self.local, self.local.config.compute.remat.policy
@@ -104,7 +104,7 @@ class InLoss(LayerPeak):
         trains_experts = local.model.moe is not None and not local.adapted and local.model.latent_attention is None
         ordered = self.turn.in_order and not self.in_loop
         late = ordered and (policy == "full" or (policy == "names" and self.turn.left_over > 0))
-        late |= policy == "offload" or (policy == "full" and local.fsdp == 1) or trains_experts or self.scales_turns_apart
+        late |= policy == "offload" or local.fsdp == 1 or trains_experts or self.scales_turns_apart
         late |= self.keeps_over_tensor and not (self.copies_kept_in_loss or self._sums_loss_at_once)
         if late or not (self.combined or local.gradient_itemsize == self.stack_itemsize):
             return 0

@@ -36,6 +36,7 @@ MARGINS = {
     "layers with and without a window": 0.10,
     "such layers with trained experts": 0.05,
     "such layers with block-scaled matmuls": 0.30,
+    "such layers with compute.tensor_overlap=ring": 0.20,
     "compute.remat.policy=offload": 0.05,
     "mesh.zero_stage=2": 0.02,
 }
@@ -153,7 +154,7 @@ def memory_of(
 
 def _margin(local: LocalSizes, temporary_bytes: int, gpu: bool) -> Component:
     """Return what is kept free because the plan is not exact, by the settings for which it is less so. Nothing without a GPU."""
-    config = local.config
+    config, overlap = local.config, local.config.compute.tensor_overlap
     if not gpu:
         return Component(0, "none: not a GPU")
     uses = {
@@ -167,6 +168,7 @@ def _margin(local: LocalSizes, temporary_bytes: int, gpu: bool) -> Component:
         "layers with and without a window": local.model.layer_period > 1,
         "such layers with trained experts": local.model.layer_period > 1 and local.model.moe is not None and not local.adapted,
         "such layers with block-scaled matmuls": local.model.layer_period > 1 and config.precision.block_scaled is not None,
+        "such layers with compute.tensor_overlap=ring": local.model.layer_period > 1 and local.tensor > 1 and overlap == "ring",
         "adapters of a model with experts": bool(local.adapted) and local.model.moe is not None,
         "compute.remat.policy=offload": config.compute.remat.offloads,
         "mesh.zero_stage=2": config.mesh.zero_stage == 2,

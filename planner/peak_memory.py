@@ -112,11 +112,9 @@ class StepMemory(InLoss, AfterLayers, FirstNarrowExperts, FirstExperts):
         if not relaid or self.turn.layers > 1 or not short:
             turn_waits = self.turn.layers > 1 and self.waits
             delayed = self.delayed_block_scaled() + (local.slot_bytes + local.stream_bytes if turn_waits else 0)
-            delayed += self.next_attention()
+            delayed += self.next_attention() + (self.next_input() if relaid else 0)
             start = self.backward(relaid=relaid, layers=self.turn.delayed_at_start, delayed=delayed)
-            if relaid and local.tensor > 1 and self.overlap and not self.reduced:
-                # no reduction waits between: the first gradients are padded into the stacks after the copies
-                start |= {"gradients": Component(self.early_table(), "none yet: the stacks begin with the first gradients")}
+            start |= self.stacks_after_copy(relaid)
             first_late = self.in_loop and self.next_attention() and local.config.compute.remat.policy == "full"
             if first_late or (delayed and block_scaled.applies(local)):
                 start |= {"gradients": Component(self.early_table(), "none yet: those of the first layers are delayed")}
@@ -136,9 +134,29 @@ class StepMemory(InLoss, AfterLayers, FirstNarrowExperts, FirstExperts):
         elif narrow:
             after = eight_bits.after_mlp_any_layout(local, again) if late else eight_bits.after_mlp(local, waits=self.waits)
         after = max(after + relaid, pending)
-        layer = self.backward(layers=self.turn.delayed_at_start)
+        layer = self.backward(layers=self.turn.delayed_at_start) | self.stacks_after_copy(relaid)
         text = "after the MLP in the backward pass of one layer; one saved value of all layers in another layout"
         return layer | {"working_activations": max(layer["working_activations"], Component(after, text), key=lambda part: part.bytes)}
+
+    def stacks_after_copy(self, relaid: int) -> Components:
+        """Return the gradients of the layers while `relaid` bytes of stacks are copied, where it is known that there are none yet.
+
+        Over tensor without a reduction, which would wait between: the first gradients are padded into the stacks after the copies.
+        """
+        if relaid == 0 or self.local.tensor == 1 or not self.overlap or self.reduced:
+            return {}
+        return {"gradients": Component(self.early_table(), "none yet: the stacks begin with the first gradients")}
+
+    def next_input(self) -> int:
+        """Return the bytes of the next layer's input of attention, gathered over tensor, and its shard.
+
+        They are there while a stack of inputs is copied: where values within blocks are in host memory, nothing waits for a gradient.
+        (Heaps of Llama 2 13B and Qwen3 1.7B.)
+        """
+        local, config = self.local, self.local.config
+        plain = local.uniform_dense and config.precision.matmul == "compute" and config.compute.tensor_overlap == "gather"
+        fetches = config.compute.remat.offloads and not offloads_inputs(local) and local.model.norm_position == "pre"
+        return local.stream_bytes + local.cut_stream_bytes if self.overlap and local.tensor > 1 and plain and fetches else 0
 
     def next_attention(self) -> int:
         """Return the bytes of the next layer's attention that are recomputed while the last layer, which is not in the loop, runs.
