@@ -29,8 +29,9 @@ POINTS = (
 )
 """Stretches of a schedule, in this order, with the names that the plan has for its points (planner/peak_memory.py)."""
 
-LAYER = "transpose(jvp())/while/body"
-"""Within the op_name of what belongs to the backward pass of a layer, in the loop over layers or taken out of it."""
+LAYER = re.compile(r"transpose\(jvp\([^/]*\)\)/while/body")
+"""Within the op_name of what belongs to the backward pass of a layer, in the loop over layers or taken out of it. Where the loop has a
+gradient of its own (models/backward_order.py: after_forward), these are nested: transpose(jvp(transpose(jvp())))."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ def stretches_of(module: Module, schedule: Sequence[str]) -> dict[str, range]:
     names = [(position, *places[name]) for position, name in enumerate(schedule) if name in places]
     loops = {body for _, i in module.instructions() if i.opcode == "while" for body in i.called}
     inside = _inside(module)
-    layers = _innermost(inside, {c for _, i, c in names if c in loops and LAYER in i.op_name and scope(i.op_name) == "mlp"})
+    layers = _innermost(inside, {c for _, i, c in names if c in loops and LAYER.search(i.op_name) and scope(i.op_name) == "mlp"})
     # not the loop over microbatches, which has the loss of one chunk in it
     chunks = _innermost(inside, {c for _, i, c in names if c in loops and scope(i.op_name) == "loss" and not inside[c] & layers})
     backward = [position for position, _, computation in names if computation in layers]
@@ -147,7 +148,7 @@ def stretches_of(module: Module, schedule: Sequence[str]) -> dict[str, range]:
         loss = [p for p in loss if not backward or p < backward[0]]
     if not loss or not backward:
         return {}
-    in_layer = [p for p, i, _ in names if LAYER in i.op_name and p > backward[-1]]
+    in_layer = [p for p, i, _ in names if LAYER.search(i.op_name) and p > backward[-1]]
     last = max(in_layer, default=backward[-1])
     update = min((p for p, i, _ in names if scope(i.op_name) == "optimizer" and p > last), default=len(schedule))
     bounds = [0, loss[0], loss[-1] + 1, backward[0], backward[-1] + 1, last + 1, update, len(schedule)]

@@ -8,7 +8,8 @@ A slot has arrays like the parameters of a layer, whose values are not used: its
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 
@@ -43,3 +44,27 @@ def _backward(residuals: None, gradients: tuple[jax.Array, Tree]) -> tuple[jax.A
 
 
 wait_for_gradients.defvjp(lambda x, slot: ((x, slot), None), _backward)
+
+
+def after_forward(run: Callable[..., Tree]) -> Callable[..., Tree]:
+    """Return `run`, a function of arrays, whose backward pass reads nothing that it saved on the device before all of that is there.
+
+    A loop over layers writes what each layer saves into stacks. XLA takes the last layer out of the loop. Where it reads the stacks for
+    that layer's backward pass before that layer is written into them, it copies whole stacks.
+    """
+
+    @jax.custom_vjp
+    def ordered(*args: Any) -> Tree:
+        return run(*args)
+
+    def forward(*args: Any) -> tuple[Tree, Any]:
+        leaves, structure = jax.tree.flatten(jax.vjp(run, *args))
+        # Else the backward pass would wait for copies to host memory.
+        on_device = [at for at, leaf in enumerate(leaves) if jax.typeof(leaf).memory_space == jax.memory.Space.Device]
+        for at, leaf in zip(on_device, jax.lax.optimization_barrier([leaves[at] for at in on_device]), strict=True):
+            leaves[at] = leaf
+        found: tuple[Tree, Any] = jax.tree.unflatten(structure, leaves)
+        return found
+
+    ordered.defvjp(forward, lambda pullback, gradient: pullback(gradient))
+    return ordered

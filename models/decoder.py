@@ -19,7 +19,7 @@ from flax import nnx
 from ridgeline.configs.model_schema import ModelConfig
 from ridgeline.models.attention.layer import AttendWith
 from ridgeline.models.attention.masks import chunk_segments, soft_cap
-from ridgeline.models.backward_order import send_gradients, wait_for_gradients
+from ridgeline.models.backward_order import after_forward, send_gradients, wait_for_gradients
 from ridgeline.models.block import Block
 from ridgeline.models.family import Family
 from ridgeline.models.lora import set_dropout
@@ -239,7 +239,7 @@ class Decoder(nnx.Module):
 
         unroll = execution.scan_unroll if execution.scan_layers else None
         slots = [jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), each) for each in stacked] if execution.in_order else None
-        return scan_layers(places, layers, functools.cache(block_of), x_BTD, unroll=unroll, slots=slots)
+        return scan_layers(places, layers, functools.cache(block_of), x_BTD, unroll=unroll, slots=slots, saves_first=execution.saves_first)
 
     def _attend_everywhere(self, positions_BT: jax.Array, segment_ids_BT: jax.Array | None) -> AttendWith:
         """Return the attention of layers without the window, in a model where others have it."""
@@ -299,6 +299,7 @@ def scan_layers(
     *,
     unroll: int | None = 1,
     slots: Sequence[Any] | None = None,
+    saves_first: bool = False,
 ) -> tuple[Carry, Any]:
     """Run layers one after another: a scan over whole periods, in which each layer has its own kind, then the rest.
 
@@ -347,7 +348,8 @@ def scan_layers(
             return jax.tree.map(lambda x: x[: all_turns * each].reshape(all_turns, each, *x.shape[1:]), layers[stack])
 
         scanned = list(layers) if period == 1 else list(map(turns, range(len(layers))))
-        carry, result = jax.lax.scan(body, carry, scanned, unroll=-(-(unroll or 1) // period))
+        scan = functools.partial(jax.lax.scan, body, unroll=-(-(unroll or 1) // period))
+        carry, result = (after_forward(scan) if saves_first else scan)(carry, scanned)
         if result is not None:
             results.append(result if period == 1 else jax.tree.map(lambda each: each.reshape(-1, *each.shape[2:]), result))
     slot = None

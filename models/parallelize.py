@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -30,7 +29,7 @@ from ridgeline.models.moe.experts import Experts
 from ridgeline.models.moe.grouped_matmul import Ragged, choose_kernel
 from ridgeline.models.remat import Remat
 from ridgeline.planner.experts import exchange_method
-from ridgeline.planner.recompute import in_order, in_scan, waits_for_gradient
+from ridgeline.planner.recompute import in_order, in_scan, saves_first, waits_for_gradient
 from ridgeline.sharding.partition import Partitioner
 
 Result = TypeVar("Result")
@@ -52,6 +51,8 @@ class Execution:
     """The routed experts of a layer; None: the model has none."""
     in_order: bool = False
     """The backward passes of the layers of a turn follow each other (models/backward_order.py)."""
+    saves_first: bool = False
+    """The backward pass of the loop over layers begins when all that it saved is there (models/backward_order.py)."""
 
     def after_norm(self, norm: Callable[[Any], Any], matmuls: Callable[[Any], Result], x_BTD: Any) -> Result:
         """Return matmuls(norm(x)), where x is the residual stream, or arrays [B, T, ...] with its sharding.
@@ -104,13 +105,13 @@ def parallelize(
     if precision.block_scaled is not None:
         check_block_scaled_mesh(partitioner, precision.block_scaled)
 
-    # 3. Rematerialization of blocks, of attention, or of elementwise matmul inputs.
+    # 3. Rematerialization of blocks, of attention, or of elementwise matmul inputs; what is kept is there before the backward pass begins.
     remat = Remat.resolve(compute.remat, platform, in_scan(model, compute))
+    saved = saves_first(model, compute, partitioner.mesh.shape["tensor"])
 
     # 4. Collective matmuls: overlap the communication over tensor with the matmuls around it.
     overlap = compute.tensor_overlap == "ring" and partitioner.mesh.shape["tensor"] > 1
-    zeros_wait = model.layer_period > 1 or not compute.scan_layers
-    matmul = (partial(CollectiveMatmul, zeros_wait=zeros_wait) if overlap else Matmul)(
+    matmul = (CollectiveMatmul if overlap else Matmul)(
         partitioner,
         compute_dtype,
         jnp.dtype(precision.gradients),
@@ -121,6 +122,7 @@ def parallelize(
             compute.remat.policy, compute.remat.names, partitioner.mesh.shape["context"], experts=model.moe is not None
         ),
         frozen=frozen,
+        keeps_input=saved and not remat.recomputes_blocks,
     )
 
     # 5. Attention backend: a fused kernel where one supports the request, per device under shard_map where XLA cannot partition it.
@@ -147,4 +149,4 @@ def parallelize(
     ordered = in_order(model, compute, frozen=frozen)
 
     # 8. Scan over layers: one compiled block, applied num_layers times.
-    return Execution(partitioner, matmul, remat, attention, compute.scan_layers, compute.scan_unroll, experts, ordered)
+    return Execution(partitioner, matmul, remat, attention, compute.scan_layers, compute.scan_unroll, experts, ordered, saved)

@@ -9,10 +9,7 @@ from dataclasses import dataclass
 
 from ridgeline.configs import remat as remat_table
 from ridgeline.configs.remat import POLICIES
-from ridgeline.planner import constant_costs
-from ridgeline.planner.hardware import GpuProgram
 from ridgeline.planner.local import LocalSizes
-from ridgeline.planner.recompute import waiting
 
 KEEPS_RESULTS = ("cudnn", "pallas")
 """Attention backends whose backward pass reads the results of the forward pass in the layout that the model has (chunked: another one)."""
@@ -204,42 +201,21 @@ def _scores_saved(local: LocalSizes, backend: str) -> int:
     return {"xla": score_bytes(local, 4 + local.compute_itemsize), "reference": score_bytes(local, 8)}.get(backend, 0)
 
 
-def relaid_bytes(local: LocalSizes, backend: str, overlap: bool, combined: bool, program: GpuProgram) -> int:
+def relaid_bytes(local: LocalSizes, backend: str, overlap: bool, combined: bool) -> int:
     """Return the bytes of the largest saved value that is copied to another layout, for all layers, at the start of the backward pass.
 
-    With tensor and several rows, a residual stream that was gathered or scattered along the sequence has another layout: the gathered
-    stream where it is saved, else (when loops are unrolled for overlap) the block input. With dots (and combined collectives) the stack of
-    a residual stream is copied before the last layer is written into it, as the first kernels of the backward pass read the old one, and
-    with norms of results, or the pieces of a ring, a second one (heaps of OLMo 2 7B, Llama 3.1 8B); small models copy both. With norms of
-    results and a ring nothing reads the old stack of block inputs when the second one is copied (heap of OLMo 2 7B). Where a whole
-    block waits for its gradient nothing reads its input an iteration earlier, and the stack is written in the layout in which it is read
-    (heaps of Llama 3.1 8B, Qwen3 8B and Mistral Nemo 12B); nor is it copied where the last layer is written into it late
-    (planner/constant_costs.py). Where norms follow attention and MLP, the last kernel that reads the old stack adds to it attention's
-    update again, as no backward pass of a norm reads the block's input: the last layer is written after that (heaps of OLMo 2 1B and 7B;
-    with 8-bit matmuls too; with dots there are copies). With experts no gathered stream that is saved is copied: they gather their tokens
-    themselves, and attention alone reads it (heaps of Mixtral on A100s and a B200). Attention that stores scores transposes them. (Gate and
-    up of experts in 8 bits are copied earlier: planner/first_narrow_experts.py.)
+    Dense layers over tensor copy none (models/backward_order.py: after_forward). With experts over tensor, several rows and unrolled loops
+    the stack of block inputs is copied before the last layer is written into it, as the first kernels of the backward pass read the old
+    one; a gathered stream that is saved is not: they gather their tokens themselves, and attention alone reads it (heaps of Mixtral on
+    A100s and a B200). Attention that stores scores transposes them. (Gate and up of experts in 8 bits are copied earlier:
+    planner/first_narrow_experts.py.)
     """
     policy, layers = local.config.compute.remat.policy, local.model.num_layers
     relaid = 0
-    alike = local.model.moe is None or policy not in ("none", "attention-only")
-    between, ring = local.tensor > 1 and local.rows > 1 and alike, local.config.compute.tensor_overlap == "ring"
-    block_waits = waiting(local.config, local.tensor, local.expert) == "block" and local.model.moe is None
-    block_waits = block_waits and (
-        local.model.layer_period == 1 or any(name.startswith("mlp_") for name in local.config.compute.remat.names)
-    )
-    if between and not ring and policy in ("none", "attention-only"):
-        # both gathered streams; with gathers of weights, or slow reductions, between them the first is free when the second is copied
-        both = local.fsdp == 1 and overlap and not reduces_between_nodes(local, program)
-        relaid = layers * local.stream_bytes * (2 if both else 1)
-    elif between and (ring or policy != "dots" or combined) and local.fsdp > 1 and overlap and not offloads_inputs(local):
-        # a ring scatters attention's update piece by piece: where it is kept, it is copied too
-        written_late = constant_costs.stacks_input_late(local, program)
-        plain = local.config.precision.matmul == "compute" or local.config.precision.eight_bit
-        written_late |= local.model.norm_position == "post" and not ring and policy != "dots" and plain
-        several = policy == "dots" and ring != (local.model.norm_position != "pre")
-        stacks = 2 if ring_keeps_update(local) or several else 1
-        relaid = 0 if block_waits or written_late or _reads_kept_update(local) else layers * local.cut_stream_bytes * stacks
+    experts = local.model.moe is not None and policy not in ("none", "attention-only") and not _reads_kept_update(local)
+    between = local.tensor > 1 and local.rows > 1 and local.fsdp > 1 and not offloads_inputs(local)
+    if experts and between and overlap and (policy != "dots" or combined):
+        relaid = layers * local.cut_stream_bytes
     if local.latent_bytes and local.ring and policy == "dots":
         relaid += layers * local.up_bytes  # keys and values from latents, as the ring reads them (heap of DeepSeek V2 Lite)
     kept = {"key", "value"}.intersection(local.config.compute.remat.names) if policy == "names" else set()
@@ -258,31 +234,10 @@ def relaid_bytes(local: LocalSizes, backend: str, overlap: bool, combined: bool,
 
 
 def _reads_kept_update(local: LocalSizes) -> bool:
-    """Return whether layers with experts keep attention's update: inputs of blocks and updates are added as they were kept, and gathered
+    """Return whether layers keep attention's update: inputs of blocks and updates are added as they were kept, and gathered
     only for the exchange of tokens (heaps of Qwen3 30B over tensor, in bfloat16 and in float8 over context)."""
     remat = local.config.compute.remat
-    return local.model.moe is not None and remat.policy == "names" and "attention_out" in remat.names
-
-
-def reduces_between_nodes(local: LocalSizes, program: GpuProgram) -> bool:
-    """Return whether gradients of each layer are summed over data in other nodes, which takes longer than the matmuls beside it.
-
-    XLA makes one of the copies of `relaid_bytes` meanwhile. Read from heaps, not derived: so with one microbatch on 16 and 32 Hopper GPUs
-    (Llama 3.1 8B and 3.2 3B, tensor=4 and 8), not on 8, nor with the sum after several microbatches, nor with zero_stage=2 (Llama 2 13B),
-    nor with fp8_delayed, whose largest values are read late. Other GPUs were not looked at and count both copies.
-    """
-    config = local.config
-    several_nodes = local.data > 1 and local.pipeline == 1 and local.data * local.tensor > NODE_DEVICES
-    at_once = config.trainer.accumulation == 1 and config.mesh.zero_stage == 0
-    hopper = program.measured_matmuls and program.transposes_float8
-    return several_nodes and at_once and hopper and not config.precision.eight_bit
-
-
-def ring_keeps_update(local: LocalSizes) -> bool:
-    """Return whether attention's update of the residual stream is kept, which a ring over tensor scatters."""
-    compute = local.config.compute
-    ring = local.tensor > 1 and compute.tensor_overlap == "ring"
-    return ring and compute.remat.policy == "names" and "attention_out" in compute.remat.names
+    return remat.policy == "names" and "attention_out" in remat.names
 
 
 def mask_bytes(local: LocalSizes, backend: str) -> int:

@@ -17,12 +17,8 @@ from ridgeline.planner.local import LocalSizes
 from ridgeline.planner.overlap import WIDEST_TENSOR
 from ridgeline.planner.recompute import in_scan, recomputed
 
-HIDES_GATHER = 5
-"""Counted kernels that are as long as a collective."""
 TILE = 128
 """Rows and columns of a matmul's result that XLA gives to one core (xla/backends/gpu/transforms/splitk_rewriter.cc)."""
-SUMMED_AT_ONCE = 4096
-"""Rows that XLA sums in one kernel; of more it sums parts first (xla/service/gpu/reduction_utils.cc: ReductionDimensionRaceFreeBound)."""
 
 
 def applies(local: LocalSizes, program: GpuProgram) -> bool:
@@ -39,40 +35,6 @@ def gradients_after_attention(local: LocalSizes, program: GpuProgram) -> bool:
     return applies(local, program) and (local.config.compute.remat.policy == "full" or _from_host(local))
 
 
-def stacks_input_late(local: LocalSizes, program: GpuProgram) -> bool:
-    """Return whether the last layer's input is written into the stack of block inputs after all that reads it: no copy of the stack.
-
-    Fusions of the last layer's backward pass read the old stack with that input in its place, last the norm before attention. The write
-    leads to no other collective, so it comes after all other kernels that are ready, the weight gradients: it is behind the next
-    attention's gather, which begins after that norm, where fewer kernels than hide it are counted. Where attention's update is kept, both
-    inputs of the next layer are gathered first, and attention's of the last layer, which the norm computes again, is gathered after them.
-
-    Where attention's update is kept, but queries, keys or values are computed again (those before a norm of queries and keys always are),
-    the last layer's input is gathered for them at first. Only sums then come after the norm: it reads the old stack after the write.
-
-    Where bfloat16 is added in float32, the gradient of the norm's weight reads the old stack by itself, if it is summed in one kernel. That
-    is a weight gradient as others.
-    """
-    if not applies(local, program) or _calls_library(local):
-        return False
-    by_itself = not program.adds_bfloat16 and local.tokens // local.tensor <= SUMMED_AT_ONCE
-    again = recomputed(local.model, local.config.compute.remat)
-    if not again.attention_update and again.weights & {"query", "key", "value"}:
-        return False
-    gathers = 1 if again.attention_update else 2
-    return counted_kernels(local, program) < gathers * HIDES_GATHER and not by_itself
-
-
-def counted_kernels(local: LocalSizes, program: GpuProgram) -> int:
-    """Return how many kernels of a layer's weight gradients are counted as long ones.
-
-    The sum of a matmul that is split along its summed dim; the gradients of the biases of keys and values, as they are stacked; a library's
-    matmul with the kernel that its input needs; the input of MLP down, computed again, unless the MLP's result is computed again too.
-    """
-    of_mlp = (3 if local.model.gated_mlp else 2) * _is_split(local, program, local.hidden_bytes)
-    return _of_attention(local, program) + of_mlp + (not recomputed(local.model, local.config.compute.remat).mlp_update)
-
-
 def gradients_after_ordered_attention(local: LocalSizes, program: GpuProgram, turns_at_start: int) -> bool:
     """Return whether the pending weight gradients of a layer come after attention's backward pass in the next layer of an ordered turn.
 
@@ -87,28 +49,6 @@ def gradients_after_ordered_attention(local: LocalSizes, program: GpuProgram, tu
     in_float32 = not program.adds_bfloat16  # one kernel sums the gradients of attention's input
     several = turns_at_start > 1 and not _is_split(local, program, local.key_bytes)
     return not program.measured_matmuls and in_float32 and plain and alone and several
-
-
-def _calls_library(local: LocalSizes) -> bool:
-    """Return whether matmuls are calls of a library, of which each is counted: there are always enough."""
-    return local.config.precision.eight_bit or local.config.precision.block_scaled is not None
-
-
-def _of_attention(local: LocalSizes, program: GpuProgram) -> int:
-    """Return how many of `counted_kernels` belong to attention."""
-    keys, queries = (_is_split(local, program, size) for size in (local.key_bytes, local.query_bytes))
-    return 2 * keys + 2 * queries + 2 * local.model.attention_bias + 2 * _calls_library_for_key(local, program)
-
-
-def _calls_library_for_key(local: LocalSizes, program: GpuProgram) -> bool:
-    """Return whether the gradient of the weight of keys is a call of a library, after a kernel that joins the rotated halves.
-
-    So it is for one head of keys: it comes first in the matmul. Kernels of Triton join the halves themselves where each row is a part of
-    the split sum; with a norm of keys its kernel does. Rotated pairs (rope_interleaved) are no halves.
-    """
-    model = local.model
-    one = model.kv_heads == local.tensor and not model.qk_norm and not model.rope_interleaved
-    return one and _is_split(local, program, local.key_bytes) and local.rows != _parts(local, program, local.key_bytes)
 
 
 def _is_split(local: LocalSizes, program: GpuProgram, size: int) -> bool:
@@ -185,16 +125,6 @@ def gathers_before_sum(local: LocalSizes) -> bool:
     gather of weights and the scatter of this sum. The gradients of the layer before are reduced by then, as they would be a fourth.
     """
     return _from_host(local) and local.tensor <= WIDEST_TENSOR
-
-
-def while_copied(local: LocalSizes, program: GpuProgram) -> int:
-    """Return what is live in the layer that comes first while XLA copies the stack of block inputs.
-
-    As in `at_end_of_attention`; the three gradients are gone, the layer's result and attention's update are there. Attention's input is not
-    transposed yet, but where the kernels of attention alone hide the gather.
-    """
-    streams = 5 + (1 + reads_gathered(local, program)) * (_of_attention(local, program) >= HIDES_GATHER)
-    return _hidden(local) + streams * local.stream_bytes + _heads(local) + (_sharded(local, program) + 2) * local.cut_stream_bytes
 
 
 def reads_gathered(local: LocalSizes, program: GpuProgram) -> bool:

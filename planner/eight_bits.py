@@ -119,65 +119,22 @@ def gradients_after_attention(local: LocalSizes, again: Recomputed, program: Gpu
     return applies(local) and "up" in again.weights and not from_host and local.gradient_itemsize == 2 and program.transposes_float8
 
 
-def after_attention(local: LocalSizes, *, relaid: int | None = None) -> tuple[int, int]:
+def after_attention(local: LocalSizes) -> tuple[int, int]:
     """Return the sizes of hidden activations and of all others when the gradients of attention's input are summed, and all weight gradients
     of the layer are still to come.
 
     Float8: the inputs of the MLP's weight gradients and the gradients of both updates. In the compute dtype two of the three gradients,
     with their sum, and the inputs of attention and MLP, which are not transposed yet. Of attention the gradients of queries and keys before
     they are quantized, that of values, the result, and in float8 the operands of weight gradients. Sharded: attention's update.
-    Gradients of biases and of norms of queries and keys come after the sum too, in place of kernels that wait before it
-    (planner/first_over_tensor.py): attention's input has been transposed, in float8; in the loop that of the next layer is gathered. The
-    inputs of such norms are there too.
-
-    relaid: of a stack that is copied in the layer that comes first, which is done before the sum in this second case; None: in the loop.
+    Gradients of biases and of norms of queries and keys come after the sum too, in place of kernels that wait before it: attention's input
+    has been transposed, in float8, and that of the next layer is gathered. The inputs of such norms are there too.
     """
     heads = local.query_bytes + local.context_bytes + local.key_bytes + local.value_bytes
     heads += one_byte(local, heads) + (local.query_bytes + local.key_bytes if local.model.qk_norm else 0)
     streams = 5 * local.stream_bytes + 2 * one_byte(local, local.stream_bytes)
     if local.model.qk_norm or local.model.attention_bias:
-        streams += one_byte(local, local.stream_bytes) + (0 if relaid is None else relaid - local.stream_bytes)
+        streams += one_byte(local, local.stream_bytes)
     return 3 * one_byte(local, local.hidden_bytes), streams + heads + local.cut_stream_bytes
-
-
-def while_copied(local: LocalSizes, again: Recomputed) -> int:
-    """Return what is live beside `in_mlp` in the layer that comes first, while XLA copies a stack: 0 where attention's update is kept, as
-    the copy is made after the MLP then.
-
-    The loss's gradient of the hidden states, both gathered inputs in the compute dtype, in place of one of them in float8, and two streams
-    between blocks.
-    """
-    if not again.attention_update:
-        return 0
-    return 3 * local.stream_bytes - one_byte(local, local.stream_bytes) + 2 * local.cut_stream_bytes
-
-
-def after_mlp(local: LocalSizes, *, waits: bool) -> int:
-    """Return what is live after the MLP in the layer that comes first, where XLA copies a stack there.
-
-    It does so where a norm follows the MLP: the MLP is computed again in the loss. Float8: the inputs of the MLP's weight gradients, the
-    gradient of its update and the input of attention. In the compute dtype of the whole sequence: the loss's gradient of the hidden states,
-    that of the MLP's input before its reduction, both updates before theirs, both gathered inputs. Attention's as in `in_mlp`, and four
-    streams between blocks.
-
-    waits: it does so too where the MLP is recomputed only when the gradient of its result is there. Both updates are reduced before that,
-    and the gradient of the MLP's input is not there yet.
-    """
-    narrow = one_byte(local, 3 * local.hidden_bytes + 2 * local.stream_bytes + local.context_bytes)
-    attention = local.query_bytes + local.context_bytes + 2 * local.key_bytes
-    return narrow + (3 if waits else 6) * local.stream_bytes + attention + 4 * local.cut_stream_bytes
-
-
-def after_mlp_any_layout(local: LocalSizes, again: Recomputed) -> int:
-    """As `after_mlp`, for devices that read float8 arrays in any layout, where attention's update is kept.
-
-    Float8: the inputs of the MLP's weight gradients, the gradients of both updates, and those of queries and keys. The gradient of
-    attention's input before its reduction, attention's result, and seven streams between blocks; the gathered inputs where the MLP's is
-    multiplied again.
-    """
-    narrow = one_byte(local, 3 * local.hidden_bytes + 2 * local.stream_bytes + local.query_bytes + 2 * local.key_bytes)
-    gathered = 2 * local.stream_bytes if again.weights else 0
-    return narrow + local.stream_bytes + gathered + local.context_bytes + 7 * local.cut_stream_bytes
 
 
 def in_any_layout(local: LocalSizes, program: GpuProgram) -> bool:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ridgeline.planner import block_scaled, constant_costs
-from ridgeline.planner.activations import NODE_DEVICES, Component, mask_bytes, offloads_inputs, relaid_bytes, saved_arrays
+from ridgeline.planner import block_scaled
+from ridgeline.planner.activations import NODE_DEVICES, Component, mask_bytes, offloads_inputs
 from ridgeline.planner.layer_peak import LayerPeak
 from ridgeline.planner.live_buffers import DELAYED
 from ridgeline.planner.recompute import recomputed
@@ -37,17 +37,10 @@ class InLoss(LayerPeak):
         elif recomputes_early and self.in_loop and self.combined and recomputed(local.model, local.config.compute.remat).mlp_update:
             # One microbatch: gate and up run after the loss, beside the sum of the loss over devices, which all gradients need.
             early += (2 if local.model.gated_mlp else 1) * local.hidden_bytes
-        early += self.turn.not_stacked(self.saved.bytes) + self.turn.rotary_tables() + self.ring_zeros() + self.last_not_stacked
-        if self.overlap and policy == "dots" and constant_costs.stacks_input_late(local, self.program):
-            # nor is what the last layer keeps beside residual streams in the stacks yet
-            early += sum(count * size for count, size in saved_arrays(local, self.backend)[1:])
+        early += self.turn.not_stacked(self.saved.bytes) + self.turn.rotary_tables() + self.last_not_stacked
         if self.waits_for_host_over_tensor and local.fsdp > 1:
             # its input, that as it is normed or attention's update, queries, keys and attention's result
             early += 2 * local.cut_stream_bytes + local.query_bytes + local.key_bytes + local.context_bytes
-        if self.copies_kept_in_loss:
-            early += 2 * local.model.num_layers * local.cut_stream_bytes
-        if self.copies_in_loss:
-            early += relaid_bytes(local, self.backend, self.overlap, self.combined, self.program) + local.hidden_bytes
         if self.turn.layers > 1 or self.turn.in_order:
             early += self.turn.of_offload_in_loss(one_chunk) if policy == "offload" else 0
         # Of frozen layers XLA gathers two turns early: no gradients wait for their reduction meanwhile.
@@ -106,7 +99,7 @@ class InLoss(LayerPeak):
         ordered = self.turn.in_order and not self.in_loop
         late = ordered and (policy == "full" or (policy == "names" and self.turn.left_over > 0))
         late |= policy == "offload" or local.fsdp == 1 or trains_experts or self.scales_turns_apart
-        late |= self.keeps_over_tensor and not (self.copies_kept_in_loss or self._sums_loss_at_once)
+        late |= self.keeps_over_tensor and not self._sums_loss_at_once
         if late or not (self.combined or local.gradient_itemsize == self.stack_itemsize):
             return 0
         return self.sharded.trained if local.adapted else self.sharded.layer_matrices
@@ -116,9 +109,11 @@ class InLoss(LayerPeak):
         """Bytes of what the last of alike layers kept, where that is all of its block: it is not in the stacks beside a loop over chunks.
 
         XLA takes the last layer out of the loop where that gathers weights of the next one. The writes into the stacks lead to no
-        collective, and hide those of the backward pass (heaps of Llama 3, Qwen2.5 and Qwen3 over fsdp, with and without tensor).
+        collective, and hide those of the backward pass (heaps of Llama 3, Qwen2.5 and Qwen3 over fsdp; not over tensor:
+        planner/recompute.py, saves_first).
         """
-        return self.saved.bytes // self.local.model.num_layers if self._keeps_blocks and not self.one_chunk else 0
+        late = self._keeps_blocks and not self.one_chunk and not self.local.saves_first
+        return self.saved.bytes // self.local.model.num_layers if late else 0
 
     @property
     def _keeps_blocks(self) -> bool:
@@ -144,16 +139,6 @@ class InLoss(LayerPeak):
         return local.tensor == 2 and local.data * local.fsdp * local.tensor <= NODE_DEVICES
 
     @property
-    def copies_kept_in_loss(self) -> bool:
-        """Whether the stacks are copied to other layouts, and those of gradients zeroed, before the loss.
-
-        By measured times few kernels hide the collectives of the last layer's backward pass over two devices where memory is slow; the
-        others come before the loss. The copies of the gathered stacks take the place of these; the two of the inputs of blocks and MLPs
-        are there beside what is copied (heaps of Llama 3.1 8B, 3.2 1B and Qwen3 1.7B on the H100 with 64 GB; not on others, nor over four).
-        """
-        return self.keeps_over_tensor and self.program.slow_memory and self.local.tensor == 2 and self.local.rows > 1
-
-    @property
     def scales_turns_apart(self) -> bool:
         """Whether two ordered turns with block-scaled matmuls are outside of the loop (`pipelines_twice`) and recompute nothing.
 
@@ -175,13 +160,3 @@ class InLoss(LayerPeak):
         local = self.local
         gathers = local.tensor > 1 and local.config.compute.tensor_overlap == "gather" and local.pipeline == 1
         return self.overlap and gathers and local.uniform_dense and offloads_inputs(local)
-
-    @property
-    def copies_in_loss(self) -> bool:
-        """Whether the stack of block inputs may be copied before the loss, and the last layer's gate be computed again there.
-
-        So in two heaps of three where a ring over tensor is one hop and everything is recomputed in a loop of microbatches: Qwen3 1.7B and
-        Llama 3.1 8B, not Qwen3 8B; which size decides is not known. Not in that of Qwen3 1.7B with tensor=4.
-        """
-        one_hop = self.local.tensor == 2 and self.in_loop
-        return self.ring_recomputes and one_hop and self.local.config.compute.remat.policy == "full"

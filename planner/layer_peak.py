@@ -96,7 +96,7 @@ class LayerPeak(MlpPeak):
                 ("its MLP", hidden_and_rows + quantized + of_experts, in_mlp, matrices, down, mask)
                 for hidden_and_rows in ([] if over_tensor else self._hidden_and_rows(at_mlp))
             ),
-            ("its attention", min(3, early) * hidden, 6 * stream, 0, 0, attention),
+            ("its attention", min(3, early) * hidden, in_mlp if self.reads_kept_over_tensor else 6 * stream, 0, 0, attention),
             # attention may run before the gradients of the MLP's weights
             ("its attention", early * hidden if recomputes else 0, 3 * stream + 5 * local.query_bytes, 0, 0, attention),
             *of_attention,
@@ -128,7 +128,7 @@ class LayerPeak(MlpPeak):
                 of_mlp += eight_bits.separate_activation(local, again, self.program)
             computes = again.mlp_update and (again.attention_update or at_start) and self.program.transposes_float8
             forward = [eight_bits.in_forward_pass_again(local)] if computes else []
-            pending = not at_start and eight_bits.gradients_after_attention(local, again, self.program)
+            pending = eight_bits.gradients_after_attention(local, again, self.program)
             return [
                 *([("its attention", *eight_bits.after_attention(local), 0, 0, attention)] if pending else []),
                 *(("its MLP", *sizes, 0, 0, mask) for sizes in forward),

@@ -29,6 +29,7 @@ from ridgeline.planner.parameters import (
     mtp_projection_parameters,
 )
 from ridgeline.planner.pipeline import Schedule
+from ridgeline.planner.recompute import saves_first
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 FUSED_MAX_HEAD_DIM = 128
@@ -143,6 +144,11 @@ class LocalSizes:
     def uniform_dense(self) -> bool:
         """Whether all layers are of one kind, without experts, adapters and latent attention."""
         return self.model.moe is None and self.model.layer_period == 1 and not self.adapted and not self.latent_bytes
+
+    @property
+    def saves_first(self) -> bool:
+        """Whether the backward pass begins when all that the loop over layers saved is in its stacks (planner/recompute.py)."""
+        return saves_first(self.model, self.config.compute, self.tensor)
 
     @cached_property
     def up_bytes(self) -> int:

@@ -40,22 +40,12 @@ class MlpPeak(ExpertsPeak):
         one_kind = local.model.moe is None and local.model.layer_period == 1 and not local.latent_bytes
         return self.overlap and ring and one_kind and (compute.remat.policy == "full" or offloads_inputs(local))
 
-    def ring_zeros(self) -> int:
-        """Return the size of the zeros that the gathered matmuls of a ring over tensor write their pieces into.
-
-        JAX takes them out of the loop over layers, as they depend on nothing, one array for each shape; XLA then copies that of the queries
-        ahead of its use. They are live through the forward and backward passes of all layers, and in the loss.
-        """
-        local = self.local
-        keys = local.key_bytes if local.key_bytes != local.query_bytes else 0
-        return local.hidden_bytes + 2 * local.query_bytes + keys if self.ring_recomputes else 0
-
     def _mlp_in_ring(self, *, at_start: bool) -> tuple[int, int] | None:
         """Return the sizes of hidden activations and of the rest in the MLP of a layer whose inputs pass a ring; None: no such layer.
 
-        Gate, up and the gradient of the input of down stay pieces, one for each device of tensor: one kernel reads them, with the zeros,
-        and writes the input of down and the gradients of gate and up. At the start, gathered are then the inputs of attention and MLP and
-        the gradient of its result; or the pieces are gone, and the gradient of the MLP's input passes the ring. In the loop, as many hidden
+        Gate, up and the gradient of the input of down stay pieces, one for each device of tensor: one kernel reads them and writes the
+        input of down and the gradients of gate and up. At the start, gathered are then the inputs of attention and MLP and the gradient of
+        its result; or the pieces are gone, and the gradient of the MLP's input passes the ring. In the loop, as many hidden
         activations are there when the gradients of gate and up are cut for their ring, and the next attention's input is gathered too.
         (Heaps of Qwen3 1.7B, Llama 3.1 8B and OLMo 2 7B.)
         """
@@ -65,39 +55,13 @@ class MlpPeak(ExpertsPeak):
         pieces, gates = local.hidden_bytes, 2 if local.model.gated_mlp else 1
         attention = local.query_bytes + local.context_bytes + local.key_bytes + local.value_bytes
         attention += local.query_bytes + local.key_bytes if local.model.qk_norm else 0
-        attention += self.ring_zeros() - local.hidden_bytes
         # `backward` adds one stream in float32, which is two sharded ones
         attention -= 4 * local.tokens * local.model.embed_dim // local.tensor
         stream, cut = local.stream_bytes, local.cut_stream_bytes
-        in_kernel = (2 * (gates + 1) + 1) * pieces
+        in_kernel = 2 * (gates + 1) * pieces
         if not at_start:
             return in_kernel, 4 * stream + 4 * cut + attention
         return max((in_kernel, 3 * stream + cut + attention), ((gates + 2) * pieces, 4 * stream + 6 * cut + attention), key=sum)
-
-    def ring_while_copied(self) -> int:
-        """Return the size of what is live in the layer that comes first while XLA copies the stack of block inputs, with inputs that pass a
-        ring of several hops; 0: no such layer, or a ring of one hop (`copies_in_loss`).
-
-        The copy is made when the gradient of attention's update has passed the ring, but for weight gradients the last of the kernels that
-        are ready (planner/first_over_tensor.py). Their operands are joined then: the transposed inputs of attention and MLP; pieces from
-        other devices are left of the MLP's input and of the gradients of both updates. With the zeros the input of down and the gradients
-        of gate and up, of attention queries, keys, values and the result, with norms of queries and keys also the inputs of these, and five
-        streams between blocks. (Heaps of Llama 3.1 70B and 8B and Qwen3 8B.)
-
-        Where norms follow attention and MLP it is made before the gradient of the MLP, with one hop too: gate, up and the input of down are
-        live instead of the gradients, attention's update beside the sum, and zeros for queries and keys of both layers (heap of OLMo 2 1B).
-        """
-        local, model = self.local, self.local.model
-        full = local.config.compute.remat.policy == "full" and local.config.precision.matmul == "compute"
-        after = model.norm_position == "post"
-        if not (self.ring_recomputes and full and self.program.measured_matmuls) or (local.tensor == 2 and not after):
-            return 0
-        hidden = (3 if model.gated_mlp else 2) * local.hidden_bytes
-        heads = local.query_bytes + local.context_bytes + local.key_bytes + local.value_bytes
-        heads += local.query_bytes + local.key_bytes if model.qk_norm else 0
-        pieces = 3 * (local.stream_bytes - local.cut_stream_bytes)
-        pieces += local.cut_stream_bytes + local.query_bytes + local.key_bytes if after else 0
-        return self.ring_zeros() + hidden + 2 * local.stream_bytes + pieces + heads + 5 * local.cut_stream_bytes
 
     @property
     def _reads_hidden_from_host(self) -> bool:
@@ -160,6 +124,9 @@ class MlpPeak(ExpertsPeak):
         element. Two more are counted with the block: the gradients of the MLP's input by gate and by up; with 8-bit matmuls the final
         hidden states and their gradient. Where gate or up comes from host memory, the kernel that reads it comes before these two: then the
         gradient of the layer's result, and inputs of attention, of the MLP and of its norm.
+
+        Where `reads_kept_over_tensor`: both kept inputs, the gathered gradient of the MLP's result, and that of its input, in the loop also
+        the gradient of attention's update; two streams between blocks beside those that are counted with the block.
         """
         local = self.local
         if self.experts_late:
@@ -168,6 +135,8 @@ class MlpPeak(ExpertsPeak):
             return self._streams_after_norms()
         if self._inputs_from_host_over_tensor:
             return self._streams_over_tensor(at_start=at_start)
+        if self.reads_kept_over_tensor:
+            return (4 if at_start else 5) * local.stream_bytes + 2 * local.cut_stream_bytes
         inputs = (self._plain_in_loop or self._plain_alone) and offloads_inputs(local)
         attention = local.query_bytes + local.context_bytes + 2 * local.key_bytes
         attention += local.query_bytes + local.key_bytes if local.model.qk_norm else 0
@@ -176,6 +145,17 @@ class MlpPeak(ExpertsPeak):
         if self._reads_hidden_from_host:  # `backward` adds one stream in float32
             return attention + 4 * local.stream_bytes - 4 * local.tokens * local.model.embed_dim
         return attention + 4 * local.stream_bytes
+
+    @property
+    def reads_kept_over_tensor(self) -> bool:
+        """Whether alike layers over tensor read their gathered inputs, which are kept, from the stacks of all layers.
+
+        Heaps of Llama 3.1 8B, 3.2 1B and 3B, Qwen3 1.7B and OLMo 2 13B.
+        """
+        local, config = self.local, self.local.config
+        kept = config.compute.remat.policy in ("none", "attention-only") and config.precision.matmul == "compute"
+        gathers = local.tensor > 1 and config.compute.tensor_overlap == "gather" and local.pipeline * local.context == 1
+        return self.overlap and local.uniform_dense and gathers and kept
 
     @property
     def _offloads_after_norms(self) -> bool:

@@ -6,7 +6,6 @@ waits with the operands. Read from the heaps of compiled steps (GPU backend, jax
 
 from __future__ import annotations
 
-from ridgeline.planner.constant_costs import SUMMED_AT_ONCE
 from ridgeline.planner.hardware import GpuProgram
 from ridgeline.planner.local import LocalSizes
 from ridgeline.planner.recompute import in_order, recomputed
@@ -19,6 +18,9 @@ ONE_HIDES_SCATTER = 3072
 
 A matmul's time over the scatter's is in proportion to it. Bounds from heaps: not with 2,304 (Gemma 2 2B), so with 3,584 (Gemma 2 9B).
 """
+
+SUMMED_AT_ONCE = 4096
+"""Rows that XLA sums in one kernel; of more it sums parts first (xla/service/gpu/reduction_utils.cc: ReductionDimensionRaceFreeBound)."""
 
 
 def applies(local: LocalSizes, program: GpuProgram) -> bool:

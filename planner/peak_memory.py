@@ -11,18 +11,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ridgeline.planner import (
-    block_scaled,
-    constant_costs,
-    eight_bits,
-    first_over_tensor,
-)
+from ridgeline.planner import block_scaled, constant_costs
 from ridgeline.planner.activations import (
     Component,
     attention_workspace,
     offloads_inputs,
     relaid_bytes,
-    ring_keeps_update,
     saved_arrays,
 )
 from ridgeline.planner.after_layers import AfterLayers
@@ -83,75 +77,40 @@ class StepMemory(InLoss, AfterLayers, FirstNarrowExperts, FirstExperts):
     def start_of_backward(self) -> Components:
         """Return what is live in the backward pass of the last layer, which comes first, while XLA copies a stack that it kept.
 
-        With dots and rows that are sharded over tensor, the copy is made after attention's backward pass and is short: the MLP's weight
-        gradients still wait (three hidden activations), with the gathered gradients of both updates and that of attention's input before
-        its reduction, those of queries, keys and values, attention's result, and five streams between blocks.
+        With dots the copy is made after attention's backward pass and is short: the MLP's weight gradients still wait (three hidden
+        activations), with the gathered gradients of both updates and that of attention's input before its reduction, those of queries, keys
+        and values, attention's result, and five streams between blocks.
 
         Where the layers of a turn wait for each other's gradients, the unembedding's is reduced while the first of them is recomputed; the
         gathered tokens of a layer's experts and the gathered input of its attention are live for longer.
         """
         local = self.local
-        relaid = relaid_bytes(local, self.backend, self.overlap, self.combined, self.program)
-        again = recomputed(local.model, local.config.compute.remat)
-        narrow, dots = eight_bits.applies(local), local.config.compute.remat.policy == "dots"
+        relaid = relaid_bytes(local, self.backend, self.overlap, self.combined)
         if self.turn.in_order:
-            return self._start_in_order(0 if dots else relaid)
+            return self._start_in_order()
         if self.experts_wait or self.relays_in_attention or self.experts_late:
             relaid = 0  # copied, if at all, after the experts, when less is live
-        pieces = ring_keeps_update(local) and not narrow
-        late = narrow and not self.program.transposes_float8 and not again.attention_update
-        constant = self.overlap and constant_costs.gradients_after_attention(local, self.program)
-        measured = self.overlap and first_over_tensor.applies(local, self.program)
-        in_ring = self.ring_while_copied()
-        short = again.mlp_update or self.waits or late if narrow else dots or pieces or constant or measured or in_ring
-        pending = 0
-        if eight_bits.gradients_after_attention(local, again, self.program):
-            pending = sum(eight_bits.after_attention(local, relaid=relaid)) + 2 * local.cut_stream_bytes
-        if relaid and narrow and not short:
-            relaid += eight_bits.while_copied(local, again)
-        if not relaid or self.turn.layers > 1 or not short:
-            turn_waits = self.turn.layers > 1 and self.waits
-            delayed = self.delayed_block_scaled() + (local.slot_bytes + local.stream_bytes if turn_waits else 0)
-            delayed += self.next_attention() + (self.next_input() if relaid else 0)
-            start = self.backward(relaid=relaid, layers=self.turn.delayed_at_start, delayed=delayed)
-            start |= self.stacks_after_copy(relaid)
-            first_late = self.in_loop and self.next_attention() and local.config.compute.remat.policy == "full"
-            if first_late or (delayed and block_scaled.applies(local)):
-                start |= {"gradients": Component(self.early_table(), "none yet: those of the first layers are delayed")}
-            start |= self.none_reduced()
-            text = "attention in the backward pass of one layer, before its weight gradients"
-            start["working_activations"] = max(start["working_activations"], Component(pending, text), key=lambda part: part.bytes)
-            return start | ({"loss": self.reduced_early()} if turn_waits and self.reduces_in_turn and self.reduces_table_early else {})
-        after = 3 * (local.hidden_bytes + local.stream_bytes) + 5 * local.cut_stream_bytes + 2 * (local.query_bytes + local.key_bytes)
-        if pieces:
-            after = 3 * local.hidden_bytes + 4 * local.stream_bytes + 2 * (local.query_bytes + local.key_bytes)
-        if constant:
-            after = constant_costs.while_copied(local, self.program)
-        elif measured:
-            after = first_over_tensor.while_copied(local, self.program)
-        elif in_ring:
-            after = in_ring
-        elif narrow:
-            after = eight_bits.after_mlp_any_layout(local, again) if late else eight_bits.after_mlp(local, waits=self.waits)
-        after = max(after + relaid, pending)
-        layer = self.backward(layers=self.turn.delayed_at_start) | self.stacks_after_copy(relaid)
-        text = "after the MLP in the backward pass of one layer; one saved value of all layers in another layout"
-        return layer | {"working_activations": max(layer["working_activations"], Component(after, text), key=lambda part: part.bytes)}
-
-    def stacks_after_copy(self, relaid: int) -> Components:
-        """Return the gradients of the layers while `relaid` bytes of stacks are copied, where it is known that there are none yet.
-
-        Over tensor without a reduction, which would wait between: the first gradients are padded into the stacks after the copies.
-        """
-        if relaid == 0 or self.local.tensor == 1 or not self.overlap or self.reduced:
-            return {}
-        return {"gradients": Component(self.early_table(), "none yet: the stacks begin with the first gradients")}
+        if relaid and local.config.compute.remat.policy == "dots" and self.turn.layers == 1:
+            after = relaid + 3 * (local.hidden_bytes + local.stream_bytes) + 5 * local.cut_stream_bytes
+            after += 2 * (local.query_bytes + local.key_bytes)
+            text = "after attention; one saved value of all layers in another layout"
+            layer = self.backward(layers=self.turn.delayed_at_start)
+            return layer | {"working_activations": max(layer["working_activations"], Component(after, text), key=lambda part: part.bytes)}
+        turn_waits = self.turn.layers > 1 and self.waits
+        delayed = self.delayed_block_scaled() + (local.slot_bytes + local.stream_bytes if turn_waits else 0)
+        delayed += self.next_attention() + self.next_input()
+        start = self.backward(relaid=relaid, layers=self.turn.delayed_at_start, delayed=delayed)
+        first_late = self.in_loop and self.next_attention() and local.config.compute.remat.policy == "full"
+        if first_late or (delayed and block_scaled.applies(local)):
+            start |= {"gradients": Component(self.early_table(), "none yet: those of the first layers are delayed")}
+        start |= self.none_reduced()
+        return start | ({"loss": self.reduced_early()} if turn_waits and self.reduces_in_turn and self.reduces_table_early else {})
 
     def next_input(self) -> int:
         """Return the bytes of the next layer's input of attention, gathered over tensor, and its shard.
 
-        They are there while a stack of inputs is copied: where values within blocks are in host memory, nothing waits for a gradient.
-        (Heaps of Llama 2 13B and Qwen3 1.7B.)
+        They are there in the layer that comes first: where values within blocks are in host memory, nothing waits for a gradient. (Heaps of
+        Llama 2 13B and Qwen3 1.7B.)
         """
         local, config = self.local, self.local.config
         plain = local.uniform_dense and config.precision.matmul == "compute" and config.compute.tensor_overlap == "gather"
@@ -177,34 +136,32 @@ class StepMemory(InLoss, AfterLayers, FirstNarrowExperts, FirstExperts):
             return 3 * (stream + query + key) + (2 * (query + key) if local.model.qk_norm and offloads_inputs(local) else 0)
         return 4 * (query + key) - stream + (2 * query + 4 * key if local.model.qk_norm else 0)
 
-    def _start_in_order(self, relaid: int) -> Components:
+    def _start_in_order(self) -> Components:
         """Return what is live in the first layers of the backward pass of ordered turns, which are not in the loop.
 
-        What the last turn kept is not in the stacks yet. Where inputs of matmuls are computed from the block's, the second layer needs
-        most, in which what two layers kept is freed; with layers left over, these are the two. Where a layer waits for its input from host
-        memory and 8-bit matmuls are short, those of two layers are pending; not where operands are read in any layout (heaps of OLMo 3 7B
-        on B200s and Gemma 3 12B on GB200s). In the turn before the last one, what all of these kept is freed, and one more layer's weight
-        gradients are pending.
-
-        relaid: of stacks that are copied to another layout, where each kind of layers has its own. A copy is made as the value of the last
-        turn is written into it, in the backward pass of that layer: until then these values are not freed. Where no layer is recomputed,
-        the first copy is made when what the last layer kept has been freed.
+        What the last turn kept is not in the stacks yet, but over tensor (planner/recompute.py: saves_first). Where inputs of matmuls are
+        computed from the block's, the second layer needs most, in which what two layers kept is freed; with layers left over, these are the
+        two. Where a layer waits for host memory and 8-bit matmuls are short, those of two layers are pending; not in longer turns than two
+        (heaps of Gemma 3 12B and OLMo 3 7B), nor where operands are read in any layout (OLMo 3 7B on B200s). In the turn before the last
+        one, what all of these kept is freed, and one more layer's weight gradients are pending (over tensor not where the MLP is kept:
+        heaps of Gemma 3 4B).
         """
         layers = self.local.model.num_layers
         kept = self.saved.bytes // layers
         second_layer = self.local.config.compute.remat.policy in FROM_BLOCK_INPUTS
-        freed = 2 * kept if second_layer else min(0, kept - relaid // self.local.model.layer_period)
-        waits = second_layer and offloads_inputs(self.local) and self.local.config.precision.eight_bit and not self.turn.reads_any_layout
+        freed = 2 * kept if second_layer and not self.local.saves_first else 0
+        waits = second_layer and self.local.config.compute.remat.offloads and self.local.config.precision.eight_bit
+        waits &= self.local.model.layer_period == 2 and not self.turn.reads_any_layout
         first = self.backward(layers=int(second_layer) + waits)
         stays = self.turn.not_yet_offloaded()
         first |= {"activations": replace(self.saved, bytes=self.saved.bytes + self.turn.not_stacked(self.saved.bytes) - freed + stays)}
         of_turn = {"gradients": Component(first["gradients"].bytes * self.local.model.layer_period // layers, "of a turn: no stacks yet")}
         first |= of_turn if self.scales_turns_apart else {}
-        if not self.turn.left_over and not self.pipelines_twice:
+        keeps_mlp = not {"gate", "up"} & recomputed(self.local.model, self.local.config.compute.remat).weights
+        if (self.local.saves_first and keeps_mlp) or not (self.turn.left_over or self.pipelines_twice):
             return first
         second = self.backward(layers=self.turn.pending + 1)
-        late = self.local.model.layer_period - 2 if relaid else 0
-        second |= {"activations": replace(self.saved, bytes=kept * (layers - self.turn.left_over + late))}
+        second |= {"activations": replace(self.saved, bytes=kept * (layers - self.turn.left_over))}
         second |= of_turn if self.pipelines_twice else {}
         return max(first, second, key=lambda parts: sum(part.bytes for part in parts.values()))
 

@@ -91,6 +91,14 @@ def in_order(model: ModelConfig, compute: ComputeConfig, *, frozen: bool) -> boo
     return model.layer_period > 1 and model.moe is None and compute.scan_layers and not frozen
 
 
+def saves_first(model: ModelConfig, compute: ComputeConfig, tensor: int) -> bool:
+    """Return whether the backward pass of the loop over layers begins when all that it saved is there (models/backward_order.py).
+
+    So it is for dense layers over `tensor` devices, which without it copy stacks of what they saved: up to 20 % more memory.
+    """
+    return tensor > 1 and model.moe is None and compute.scan_layers
+
+
 def waiting(config: Config, tensor: int, expert: int) -> str:
     """As `waits_for_gradient`, for a config over mesh axes of these sizes."""
     return waits_for_gradient(config.model, config.compute, config.lora, gathered=gathers_mlp_input(config, tensor, expert))

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec
 
 from ridgeline.sharding.partition import Partitioner, gathered_axes
@@ -22,6 +23,12 @@ def on_shards(partitioner: Partitioner, fn: Callable[..., Any], in_specs: Any, o
     mesh = partitioner.current_mesh  # inside a pipeline stage the axis `pipeline` is manual already
     axes = set(mesh.axis_names) - set(mesh.manual_axes)
     return jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False)
+
+
+def row_major(x: jax.Array) -> jax.Array:
+    """Return an array of one device, in memory in the order of its dims (inside `on_shards`; outside, XLA would gather its shards)."""
+    found: jax.Array = with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+    return found
 
 
 def active(partitioner: Partitioner, axes: Axes) -> Axes:

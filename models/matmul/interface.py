@@ -29,7 +29,7 @@ from flax import nnx
 from ridgeline.models.int8 import Int8, Matrix, scale_axes, values_of
 from ridgeline.models.matmul import block_scaled, dense, fp8
 from ridgeline.models.params import Amax, logical_axes
-from ridgeline.sharding.manual import look_up, look_up_gradient
+from ridgeline.sharding.manual import look_up, look_up_gradient, on_shards, row_major
 
 if TYPE_CHECKING:
     from ridgeline.sharding.partition import Partitioner
@@ -58,6 +58,9 @@ class Matmul:
     """The embedding's gradient may begin before the layers' backward pass ends (configs/remat.py)."""
     frozen: bool = False
     """Parameters have no gradient."""
+    keeps_input: bool = False
+    """What `gather_input` returns is kept for the backward pass. XLA gathers the sequences of several rows in another layout than the
+    backward pass reads, and would transpose the stacks of all layers: each layer's is transposed instead."""
 
     def __call__(
         self, equation: str, x: jax.Array, param: Matrix, amax: Amax | None = None, adapters: Sequence[Adapt | None] = (None,)
@@ -106,7 +109,8 @@ class Matmul:
         """All-gather an activation with the residual stream's sharding along the sequence, as the matmuls with it need."""
         # Constrained on both sides: otherwise XLA gathers before the norm's last cast, in float32.
         x_BTD = self.partitioner.constrain(x_BTD, "batch", "residual_seq", "act_embed")
-        return self.partitioner.constrain(x_BTD, "batch", "seq", "act_embed")
+        x_BTD = self.partitioner.constrain(x_BTD, "batch", "seq", "act_embed")
+        return _row_major(self.partitioner, x_BTD) if self.keeps_input and self.gathers_input else x_BTD
 
     def amax_of_layers(self, stacked: nnx.State) -> dict[Path, jax.Array]:
         """Return the amax of every stacked matmul parameter by layer, float32 [layers], of experts by layer and expert [layers, E].
@@ -167,6 +171,17 @@ class Gathered(NamedTuple):
 AmaxValues = jax.Array | None
 """As in models.params.Amax: of the input, then of the gradient of each result. None: current scaling."""
 Residuals = tuple[jax.Array | None, tuple[Weight, ...], AmaxValues, list[Gathered] | None]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _row_major(partitioner: Partitioner, x_BTD: jax.Array) -> jax.Array:
+    """Return x, on each device in memory in the order of its dims; its gradient may have any order."""
+    spec = partitioner.spec(("batch", "seq", "act_embed"))
+    found: jax.Array = on_shards(partitioner, row_major, (spec,), spec)(x_BTD)
+    return found
+
+
+_row_major.defvjp(lambda partitioner, x_BTD: (_row_major(partitioner, x_BTD), None), lambda partitioner, _, gradient: (gradient,))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))

@@ -83,9 +83,10 @@ ENTRY %main (a: f32[4]) -> f32[4] {
 """
 
 
-def test_one_chunk_of_logits_in_a_loop_of_microbatches_is_the_loss_and_not_the_loop():
+@pytest.mark.parametrize("of_layers", ["transpose(jvp())", "transpose(jvp(transpose(jvp())))"])
+def test_one_chunk_of_logits_in_a_loop_of_microbatches_is_the_loss_and_not_the_loop(of_layers):
     schedule = ("first", "y", "logits", "layers", "x", "mlp", "z", "table", "r")
-    found = stretches_of(parse(STEP), schedule)
+    found = stretches_of(parse(STEP.replace("transpose(jvp())", of_layers)), schedule)
     names = {point: [schedule[position] for position in positions] for point, positions in found.items()}
     assert names["loss"] == ["logits"] and names["forward pass"] == ["first", "y"]
     assert "mlp" in names["backward pass"] and "table" in names["embedding gradient"]

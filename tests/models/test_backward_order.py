@@ -1,4 +1,4 @@
-"""Layers of several kinds in one turn of the loop over layers: their backward passes follow each other, with the same numbers."""
+"""The order of the backward pass: after all that the loop over layers saved; layers of several kinds in one turn, one after the other."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from ridgeline.configs.schema import AttentionConfig, ComputeConfig, PrecisionCo
 from ridgeline.configs.tuning_schema import LoraConfig
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.parallelize import parallelize
+from ridgeline.trainer.step import make_train_step, to_global
 from tests.models.tiny import BASE, build, tokens, value_and_grad
 from tests.sampling import drawn
+from tests.sharding.test_equality import make_batch, make_config, prepared
 
 ROWS, LENGTH = 2, 32
 REMAT = {
@@ -118,3 +120,30 @@ def test_layers_of_one_kind_and_frozen_ones_have_no_barriers() -> None:
     for lora, in_order in ((None, True), (LoraConfig(), True), (LoraConfig(rank=2), False)):
         execution = parallelize(own.model, compute, PrecisionConfig(compute="float32"), own.execution.partitioner, lora)
         assert execution.in_order is in_order
+
+
+WINDOWED = {"sliding_window": 5, "full_attention_every": 2, "num_layers": 6}
+
+
+@pytest.mark.parametrize(
+    ("tensor", "policy", "overlap", "accumulation", "model"),
+    [(4, policy, "gather", 1, {}) for policy in REMAT]
+    + [(2, "none", "gather", 2, {}), (4, "full", "ring", 1, {}), (4, "dots", "gather", 1, WINDOWED), (1, "none", "gather", 1, {})],
+)
+def test_over_tensor_the_backward_pass_of_the_loop_waits_for_all_that_was_saved(
+    tensor: int, policy: str, overlap: str, accumulation: int, model: dict[str, Any]
+) -> None:
+    """Each stack and each constant that it reads comes from a barrier; gathered inputs that are kept have a layout."""
+    config = make_config(1, 4 // tensor, tensor, accumulation, **model)
+    compute = config.compute.model_copy(update={"remat": REMAT[policy], "tensor_overlap": overlap})
+    config = config.model_copy(update={"compute": compute})
+    partitioner, spec, optimizer, abstract = prepared(config, jax.devices()[:4])
+    step = make_train_step(spec, config, optimizer, lambda _: jnp.float32(1e-3), partitioner)
+    program = jax.make_jaxpr(step)(abstract, to_global(make_batch(0), partitioner)).jaxpr
+    made = {out: equation.primitive.name for _, equation in equations(program) for out in equation.outvars}
+    (loop,) = [e for _, e in equations(program) if e.primitive.name == "scan" and e.params["reverse"]]
+    constants, carried = loop.params["num_consts"], loop.params["num_carry"]
+    saved = {made.get(each) for each in loop.invars[constants + carried :]}
+    assert (saved == {"optimization_barrier"}) == (tensor > 1)
+    laid_out = sum(equation.primitive.name == "layout_constraint" for _, equation in equations(program))
+    assert (laid_out > 0) == (tensor > 1 and (policy in ("none", "attention-only") or overlap == "ring"))

@@ -12,9 +12,12 @@ from ridgeline.configs.cluster import load_cluster
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.load import load
 from ridgeline.hlo.collectives import collectives
+from ridgeline.hlo.heap import read_heap
 from ridgeline.hlo.parse import parse
 from ridgeline.launch.environment import run_flags
+from ridgeline.planner.activations import saved_arrays
 from ridgeline.planner.hardware import hardware
+from ridgeline.planner.local import LocalSizes
 from ridgeline.planner.memory import memory_per_device
 from ridgeline.trainer.aot.compile import Compiled, Request, compile_ahead, compile_many
 from tests.sampling import drawn
@@ -22,6 +25,66 @@ from tests.trainer.gpu_models import cluster
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TABLE = json.loads((Path(__file__).parent / "compiled_steps_overlap.json").read_text())["cases"]
+ATTENTION = "[query,key,value,attention_out]"
+OVER_TENSOR = [
+    # model, device, rows per device, tokens of a row, fsdp, tensor, further overrides
+    ("llama-3.1-8b", "gb200", 2, 32768, 2, 2, []),
+    ("llama-3.1-8b", "a100-80gb", 2, 32768, 2, 2, []),
+    ("llama-3.1-8b", "b200", 2, 32768, 2, 2, []),
+    ("llama-3.1-8b", "h100-sxm", 2, 32768, 2, 2, []),
+    ("phi4-14b", "gb200", 16, 16384, 8, 2, []),
+    ("phi4-14b", "b200", 16, 16384, 8, 2, []),
+    ("mistral-nemo-12b", "gb200", 2, 32768, 32, 4, []),
+    ("qwen3-8b", "a100-80gb", 4, 16384, 64, 2, []),
+    ("olmo2-7b", "a100-80gb", 8, 8192, 4, 2, []),
+    # matmuls of queries are split too on the GPU with more cores
+    ("llama-3.2-1b", "gb200", 8, 8192, 8, 2, []),
+    ("llama-3.2-1b", "a100-80gb", 8, 8192, 8, 2, []),
+    # biases, with and without split matmuls of keys
+    ("qwen2.5-32b", "gb200", 16, 4096, 8, 4, []),
+    ("qwen2.5-32b", "a100-80gb", 16, 4096, 8, 4, []),
+    ("qwen2.5-1.5b", "a100-80gb", 16, 16384, 32, 2, []),
+    ("qwen2.5-14b", "gb200", 4, 8192, 8, 2, []),
+    ("qwen2.5-14b", "a100-80gb", 4, 8192, 8, 2, []),
+    # biases, and the input of MLP down is not computed again for the weight gradients
+    ("glm4-9b", "a100-80gb", 4, 8192, 8, 2, []),
+    # one kernel for the gradient of a norm's weight
+    ("llama-3.1-70b", "gb200", 4, 4096, 4, 8, []),
+    ("llama-3.1-70b", "a100-80gb", 4, 4096, 4, 8, []),
+    # matmuls are library calls
+    ("qwen3-8b", "gb200", 8, 32768, 4, 4, ["precision.matmul=fp8"]),
+    # inputs pass a ring
+    ("llama-3.1-8b", "gb200", 16, 2048, 2, 2, ["compute.tensor_overlap=ring"]),
+    # attention's update is kept, or the values of attention alone
+    ("llama-3.1-8b", "gb200", 8, 8192, 8, 2, ["compute.remat.policy=names", f"compute.remat.names={ATTENTION}"]),
+    ("llama-3.1-8b", "a100-80gb", 8, 8192, 8, 2, ["compute.remat.policy=names", f"compute.remat.names={ATTENTION}"]),
+    ("llama-3.1-8b", "gb200", 8, 8192, 8, 2, ["compute.remat.policy=names", "compute.remat.names=[query,key,value]"]),
+    ("llama-3.1-70b", "a100-80gb", 16, 2048, 4, 8, ["compute.remat.policy=names", f"compute.remat.names={ATTENTION}"]),
+    ("llama-3.1-70b", "gb200", 16, 2048, 4, 8, ["compute.remat.policy=names", f"compute.remat.names={ATTENTION}"]),
+    ("llama-2-7b", "a100-80gb", 4, 4096, 32, 2, ["compute.remat.policy=dots"]),
+    ("qwen2.5-7b", "a100-80gb", 16, 1024, 64, 2, ["compute.remat.policy=dots"]),
+    ("qwen2.5-7b", "a100-80gb", 8, 8192, 8, 2, ["compute.remat.policy=names", f"compute.remat.names={ATTENTION}"]),
+    ("llama-3.2-3b", "gb200", 16, 4096, 2, 2, ["compute.remat.policy=offload", "compute.remat.names=[query,mlp_up]"]),
+    # gathered streams are kept, with and without fsdp
+    ("llama-3.2-3b", "h100-sxm", 8, 8192, 1, 8, ["compute.remat.policy=none"]),
+    ("llama-3.1-8b", "h100-sxm", 4, 8192, 1, 8, ["compute.remat.policy=none", "precision.matmul=fp8_delayed"]),
+    ("llama-3.2-1b", "h200", 8, 32768, 8, 8, ["compute.remat.policy=attention-only"]),
+    ("llama-3.1-8b", "h100-sxm", 8, 4096, 8, 4, ["compute.remat.policy=attention-only", "compute.tensor_overlap=ring"]),
+    (
+        "llama-3.1-8b",
+        "b200",
+        8,
+        8192,
+        8,
+        4,
+        ["compute.remat.policy=names", f"compute.remat.names={ATTENTION}", "compute.tensor_overlap=ring"],
+    ),
+    # layers are not alike
+    ("gemma3-4b", "h100-sxm", 8, 8192, 4, 2, ["compute.remat.policy=dots"]),
+]
+"""Steps of which XLA copied, or transposed, stacks of saved values before the backward pass waited for them (models/backward_order.py)."""
+
+
 AGAIN = {"models/llama-3.2-1b": 8, "models/llama-3.1-70b": 1024}
 """Model -> devices of its first row in the table on so many."""
 
@@ -84,21 +147,33 @@ def test_steps_drawn_over_every_knob_take_what_is_planned(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("device", ["gb200", "b200"])
-def test_a_stack_is_copied_over_tensor_only_where_xla_has_measured_matmul_times(device):
-    """What the plan knows of XLA's tables (planner/constant_costs.py), asked of the compiler: one step, two GPUs of one architecture."""
-    shape = ("data.seq_len=32768", "model.max_seq_len=32768", "data.batch_size=8", "trainer.accumulation=2", "data.document_masking=false")
-    config = load(
-        "models/llama-3.1-8b", (*shape, "mesh.fsdp=2", "mesh.tensor=2", "compute.remat.policy=full", "precision.compute=bfloat16")
-    ).config
+@pytest.mark.parametrize("number", drawn(list(range(len(OVER_TENSOR))), 4))
+def test_no_stack_of_saved_values_is_copied_over_tensor(number):
+    """One microbatch of eight layers (Gemma 3: two turns of six), compiled here and now."""
+    model, device, rows, length, fsdp, tensor, more = OVER_TENSOR[number]
+    layers = 12 if "gemma" in model else 8
+    shape = (f"data.seq_len={length}", f"model.max_seq_len={length}", f"data.batch_size={rows * fsdp}", f"model.num_layers={layers}")
+    shape = (*shape, f"mesh.fsdp={fsdp}", f"mesh.tensor={tensor}", "data.document_masking=false", "precision.compute=bfloat16")
+    config = load(f"models/{model}", (*shape, "trainer.accumulation=1", "compute.remat.policy=full", *more)).config
     flags, level = run_flags(config, device)
-    name = {"gb200": "gb200-nvl72", "b200": "dgx-b200"}[device]
-    on = load_cluster(name).config.model_copy(update={"devices_per_node": 4, "nodes": None})
-    result = compile_ahead(Request.on(config, on, 1, xla_flags=flags, optimization_level=level))
+    clusters = {"gb200": "gb200-nvl72", "b200": "dgx-b200", "h200": "dgx-h200", "a100-80gb": "dgx-a100", "h100-sxm": "dgx-h100"}
+    per_node = min(fsdp * tensor, 4 if device == "gb200" else 8)
+    on = load_cluster(clusters[device]).config.model_copy(update={"devices_per_node": per_node, "nodes": None})
+    assert on.device == device
+    result = compile_ahead(Request.on(config, on, fsdp * tensor // per_node, xla_flags=flags, optimization_level=level))
+    assert result.buffers_text is not None and result.live_ranges_text is not None
+    heap, module = read_heap(result.buffers_text, result.live_ranges_text), parse(result.hlo_text)
+    local = LocalSizes.of(config, result.mesh)
+    stack = layers * local.cut_stream_bytes
+    kept = sum(count for count, size in saved_arrays(local, "cudnn") if size in (local.cut_stream_bytes, local.stream_bytes))
+    points = heap.peaks(module)
+    for point in ("start of the backward pass", "backward pass"):
+        live = [each for each in heap.buffers(module, points[point]) if each.dtype == "bf16"]
+        found = [each for each in live if each.bytes // each.copies in (stack, stack * tensor)]
+        assert sum(each.copies for each in found) <= kept, (point, found)
+    # gaps in XLA's heap are not planned
     planned = memory_per_device(config, result.mesh, device=hardware(device))
-    assert planned.compiled_bytes == pytest.approx(result.argument_bytes + result.temp_bytes, rel=0.025)
-    other = memory_per_device(config, result.mesh, device=hardware({"gb200": "b200", "b200": "gb200"}[device]))
-    assert other.compiled_bytes != pytest.approx(planned.compiled_bytes, rel=0.05)
+    assert (result.argument_bytes + result.temp_bytes - heap.gap_bytes) / planned.compiled_bytes - 1 < 0.08
 
 
 def test_the_sampler_draws_only_attention_that_the_model_can_use(monkeypatch):
