@@ -53,6 +53,13 @@ LONGEST = (
     "cli/test_bad_input",
     "cli/test_evaluate",
     "loaders/test_loader",
+    "trainer/test_distillation",
+    "models/test_remat",
+    "trainer/test_mtp",
+    "models/test_moe",
+    "trainer/test_low_precision_meshes",
+    "parity/test_generation",
+    "models/test_backward_order",
 )
 """Files that take longest: begun first, so that no worker waits at the end for one that was begun last, and of which PART runs."""
 PART = 1 / 6
