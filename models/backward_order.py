@@ -1,7 +1,7 @@
-"""The order of the backward pass of layers in one turn of the loop over layers, which XLA's scheduler would mix.
+"""The order of the backward pass: after all that the loop over layers saved (`after_forward`), and of the layers in one turn of that loop.
 
-Where kinds of layers alternate, a turn has one layer of each kind. The scheduler would begin the recomputation of several layers at once,
-and delay the weight gradients of all layers to the end of the turn, with all that these are computed from.
+Where kinds of layers alternate, a turn has one layer of each kind. XLA's scheduler would mix them: begin the recomputation of several
+layers at once, and delay the weight gradients of all layers to the end of the turn, with all that these are computed from.
 
 A slot has arrays like the parameters of a layer, whose values are not used: its gradient is that of the parameters.
 """

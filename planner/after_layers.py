@@ -143,8 +143,7 @@ class AfterLayers(LiveBuffers):
         of_mlp = (3 if local.model.gated_mlp else 2) * local.mlp_matrices // state.fsdp
         moments = optimizer_state(state)[0] * local.mlp_matrices // state.fsdp // state.trained
         itemsize = local.gradient_itemsize if self.in_loop else self.stack_itemsize
-        hopper = self.program.measured_matmuls and self.program.transposes_float8
-        waiting = itemsize if hopper or not several else max(itemsize, size)
+        waiting = itemsize if self._hides_gathers or not several else max(itemsize, size)
         shards, copies = state.trained * waiting, 2 * table
         if size < 4 and local.model.gated_mlp and not several:
             gathered -= (2 if kind == "adafactor" else 1) * local.mlp_matrices // local.fsdp * size
@@ -184,10 +183,14 @@ class AfterLayers(LiveBuffers):
         faster memory it is too short for it, and by constants it counts nothing (heaps for A100, B200 and GB200 with data=4). Not over two
         devices of data, for a reason that is not known (heap of Qwen2.5 7B, data=2 x fsdp=4, on A100).
         """
-        local, program = self.local, self.program
-        hopper = program.measured_matmuls and program.transposes_float8
+        local = self.local
         plain = local.uniform_dense and local.config.optimizer.kind in ("adamw", "lion") and local.parameter_itemsize == 4
-        return plain and not hopper and local.fsdp > 1 and local.data > 2
+        return plain and not self._hides_gathers and local.fsdp > 1 and local.data > 2
+
+    @property
+    def _hides_gathers(self) -> bool:
+        """Whether updates of parameters hide gathers over data: on Hopper (`updates_before_gathers`)."""
+        return self.program.measured_matmuls and self.program.transposes_float8
 
     def orthogonalization(self) -> dict[str, Component]:
         """Return what is live in Muon's update (trainer/muon.py).

@@ -35,10 +35,6 @@ class CompileTarget:
     """Bytes of shared memory of one streaming multiprocessor."""
 
 
-SLOW_BYTES_PER_S = 2.7e12
-"""Memory traffic per second of slow memory (`GpuProgram.slow_memory`): between 2.04e12 (H100 with 64 GB) and 3.35e12 (with 80 GB)."""
-
-
 @dataclass(frozen=True)
 class GpuProgram:
     """In what the programs that XLA builds for two GPUs differ, where it decides about memory. Defaults: as for Hopper."""
@@ -56,9 +52,6 @@ class GpuProgram:
     """Kernels that read the activation of an MLP's gate compute it again, as XLA expects that to take less time than to read it
     (xla/service/gpu/transforms/priority_fusion.cc). Of consequence for fp8_delayed on Blackwell: not so on the B200, and on a GB200 with
     the clock of one, so on a GB200 and on one with as many cores or the memory of a B200 (compiled steps of Llama 3.1 8B)."""
-    slow_memory: bool = False
-    """XLA has measured times of matmuls and counts with memory below SLOW_BYTES_PER_S: other kernels take long enough that few of them hide
-    a collective (compiled steps for the H100 with 64 GB)."""
     cores: int = 132
     """Streaming multiprocessors: XLA splits the summed dim of matmuls with fewer tiles (xla/backends/gpu/transforms/splitk_rewriter.cc)."""
     memory_bytes: int = 84_942_979_072
@@ -126,7 +119,6 @@ class Hardware:
             transposes_float8=capability < BLACKWELL,
             measured_matmuls=capability == HOPPER or self.name == "b200",
             repeats_activation=self.cores * self.clock_hz / self.memory_bandwidth_bytes_per_s >= CYCLES_PER_BYTE,
-            slow_memory=capability == HOPPER and self.memory_bandwidth_bytes_per_s < SLOW_BYTES_PER_S,
             cores=self.cores,
             memory_bytes=self.memory_bytes,
         )

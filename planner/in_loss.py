@@ -112,25 +112,20 @@ class InLoss(LayerPeak):
         collective, and hide those of the backward pass (heaps of Llama 3, Qwen2.5 and Qwen3 over fsdp; not over tensor:
         planner/recompute.py, saves_first).
         """
-        late = self._keeps_blocks and not self.one_chunk and not self.local.saves_first
-        return self.saved.bytes // self.local.model.num_layers if late else 0
-
-    @property
-    def _keeps_blocks(self) -> bool:
-        """Whether alike layers, sharded over fsdp, keep all of their blocks."""
-        local = self.local
-        kept = local.config.compute.remat.policy in ("none", "attention-only") and not local.config.precision.eight_bit
-        alike = local.uniform_dense and local.pipeline * local.context == 1 and local.fsdp > 1
-        return self.overlap and self.combined and kept and alike
+        local, config = self.local, self.local.config
+        kept = config.compute.remat.policy in ("none", "attention-only") and not config.precision.eight_bit
+        gathers = self.overlap and self.combined and local.fsdp > 1 and local.pipeline * local.context == 1
+        late = local.uniform_dense and kept and gathers and not self.one_chunk and not local.saves_first
+        return self.saved.bytes // local.model.num_layers if late else 0
 
     @property
     def keeps_over_tensor(self) -> bool:
-        """Whether alike layers keep all of their blocks, with inputs that are gathered over tensor.
+        """Whether layers that are `reads_kept_over_tensor` are sharded over fsdp too.
 
         As in `waits_for_host_over_tensor` the unembedding's gradient goes from one buffer to another. No weights are gathered for the
         backward pass yet, and the stacks of gradients are zeroed after the loss, while it is summed over devices.
         """
-        return self._keeps_blocks and self.local.tensor > 1 and self.local.config.compute.tensor_overlap == "gather"
+        return self.reads_kept_over_tensor and self.combined and self.local.fsdp > 1
 
     @property
     def _sums_loss_at_once(self) -> bool:

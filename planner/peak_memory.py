@@ -85,11 +85,11 @@ class StepMemory(InLoss, AfterLayers, FirstNarrowExperts, FirstExperts):
         gathered tokens of a layer's experts and the gathered input of its attention are live for longer.
         """
         local = self.local
-        relaid = relaid_bytes(local, self.backend, self.overlap, self.combined)
         if self.turn.in_order:
             return self._start_in_order()
-        if self.experts_wait or self.relays_in_attention or self.experts_late:
-            relaid = 0  # copied, if at all, after the experts, when less is live
+        # where experts are first it is copied, if at all, after them, when less is live
+        experts_first = self.experts_wait or self.relays_in_attention or self.experts_late
+        relaid = 0 if experts_first else relaid_bytes(local, self.backend, self.overlap, self.combined)
         if relaid and local.config.compute.remat.policy == "dots" and self.turn.layers == 1:
             after = relaid + 3 * (local.hidden_bytes + local.stream_bytes) + 5 * local.cut_stream_bytes
             after += 2 * (local.query_bytes + local.key_bytes)
