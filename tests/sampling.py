@@ -60,6 +60,21 @@ LONGEST = (
     "trainer/test_low_precision_meshes",
     "parity/test_generation",
     "models/test_backward_order",
+    "models/test_collective_matmul",
+    "trainer/test_checkpoint_tools",
+    "parity/test_sharded_models",
+    "cli/test_convert",
+    "trainer/test_corruption",
+    "models/test_mup",
+    "parity/test_lora_experts",
+    "parity/test_text_evaluation",
+    "trainer/test_checkpoint_failures",
+    "planner/test_any_config",
+    "parity/test_lora",
+    "test_plugins",
+    "parity/test_harness",
+    "test_api",
+    "trainer/test_low_precision_convergence",
 )
 """Files that take longest: begun first, so that no worker waits at the end for one that was begun last, and of which PART runs."""
 PART = 1 / 6

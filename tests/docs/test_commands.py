@@ -21,7 +21,7 @@ def runs(block: Block) -> bool:
     return (block.file is not None or block.language == "console") and block.reason_not_run is None
 
 
-DRAWN = [PAGES[0], *drawn([page for page in PAGES[1:] if any(map(runs, blocks(page)))], 6)]
+DRAWN = [PAGES[0], *drawn([page for page in PAGES[1:] if any(map(runs, blocks(page)))], 3)]
 BLOCKS = [block for page in DRAWN for block in blocks(page) if runs(block)]
 
 

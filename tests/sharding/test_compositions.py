@@ -27,7 +27,7 @@ from tests.sharding.test_collective_budget import array_bytes, budget
 from tests.sharding.test_equality import BATCH, SEQ, compare, make_config, packed_reference, trained
 
 DEVICES = int(re.search(r"device_count=(\d+)", os.environ["XLA_FLAGS"])[1])
-COUNT, SEED = os.environ.get("COMPOSITIONS", "3"), int(os.environ.get("SEED", "0"))
+COUNT, SEED = os.environ.get("COMPOSITIONS", "2"), int(os.environ.get("SEED", "0"))
 """Compositions to run (`all`, or a number), and the seed of their options."""
 AXES = ("pipeline", "data", "fsdp", "context", "tensor", "expert")
 EXPERTS = {"moe": MoEConfig(experts=8, experts_per_token=2, expert_dim=32)}
