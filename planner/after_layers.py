@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from ridgeline.planner.activations import Component
 from ridgeline.planner.live_buffers import LiveBuffers
 from ridgeline.planner.local import muon_layers
-from ridgeline.planner.optimizer_state import TENSOR, optimizer_state
 from ridgeline.planner.parameters import matmul_weights
 
 COMBINED_BYTES = 30 * 2**20
@@ -54,13 +53,11 @@ class AfterLayers(LiveBuffers):
         reduction takes those of both layers. First those of its MLP down are transposed, then the results of the reduction are there.
         Of ordered turns too the gradients of two layers wait, and the loop hands on the reduced ones of a turn.
 
-        With one microbatch and mesh.zero_stage=2 the update reads no transposed parameters: those of the layers are gone, and there is a
-        stack of the MLP and a table in the layout of the gather over data (heap of Llama 3.1 8B, data=4 x fsdp=2).
+        With mesh.zero_stage=2 the update reads shards of the parameters; without a loop of microbatches nothing else reads the transposed
+        ones, and they are gone.
         """
         local = self.local
-        copies = self.layout_copies()
-        if self.gathers_over_data and not self.in_loop:
-            copies = 4 * (local.mlp_matrices + local.table) // local.of_state.fsdp
+        copies = self.layout_copies() if self.in_loop or not local.config.mesh.zero_stage else 0
         layers = 2 * self.turn.trained_weights * local.gradient_itemsize
         tables, unembedding = local.table * (4 + local.gradient_itemsize), 4 * local.table
         before = tables - (unembedding if local.config.compute.reduces_unembedding_first else 0)
@@ -75,16 +72,20 @@ class AfterLayers(LiveBuffers):
         }
 
     def embedding_gradient(self) -> dict[str, Component]:
-        """Return what is live after the layers: unsharded gradients of embedding and unembedding."""
+        """Return what is live after the layers: unsharded gradients of embedding and unembedding, and a reduced one.
+
+        Over data alone, with mesh.zero_stage=2, the reduced one is scattered (heaps of Llama 3.1 8B, data=8).
+        """
         local = self.local
         whole = 4 * local.table
+        reduced = whole // (local.fsdp if local.fsdp > 1 else self.sharded.fsdp)
         both = whole if local.model.tie_embeddings else whole // local.fsdp
         gradients = self.layer_gradients * self.stack_itemsize
         return {
             "gradients": Component(gradients + both, "of the layers and of the unembedding"),
             "accumulated_gradients": self.accumulated(),
             "parameter_copies": Component(self.layout_copies() if self.in_loop else 0, "transposed before the loop of microbatches"),
-            "collective_buffers": Component(whole + whole // local.fsdp, "gradient of the embedding before and after its reduction"),
+            "collective_buffers": Component(whole + reduced, "gradient of the embedding before and after its reduction"),
         }
 
     def optimizer(self) -> dict[str, Component]:
@@ -96,11 +97,10 @@ class AfterLayers(LiveBuffers):
             of_mlp = 2 * local.mlp_matrices if local.model.moe is None else 0
             copies += 4 * (of_mlp + local.model.num_layers * local.out_matrix) // local.of_state.fsdp
         gathered = 0
-        if self.overlap and local.of_state.fsdp > local.fsdp and (local.adapted or local.config.optimizer.offload):
-            if local.config.optimizer.kind == "adamw":
-                gathered = local.trained * local.parameter_itemsize
-        elif self.overlap and local.of_state.fsdp > local.fsdp:
-            return self.gathers_update()
+        if self.overlap and local.of_state.fsdp > local.fsdp:
+            if not local.adapted:
+                return self.gathers_update()
+            gathered = local.trained * local.parameter_itemsize
         return {
             "gradients": Component(
                 local.of_state.trained * (local.gradient_itemsize if self.in_loop else self.stack_itemsize),
@@ -114,83 +114,39 @@ class AfterLayers(LiveBuffers):
         }
 
     def gathers_update(self) -> dict[str, Component]:
-        """Return what is live at the end of the update with mesh.zero_stage=2, where updated parameters are gathered over data.
+        """Return what is live in the update with mesh.zero_stage=2, where updated parameters are gathered over data.
 
-        XLA gathers leading dims only. The unembedding is gathered into its place; every other parameter into a buffer of its own, from
-        where it is transposed into its place. The scheduler puts all transposes after the last gather: all these buffers are live then.
-        With the collectives of a run over fsdp or tensor, several gathers are in flight, and what they read waits with them; else that of
-        the unembedding alone. Where updates are too short to hide them (not on Hopper), these are all updated parameters (heap of Qwen3
-        32B, data=2 x tensor=4, with gradients of 16 bits, on B200s).
+        They are gathered in turn (trainer/step.py), each into a buffer of its own, from where it is transposed into its place. The largest
+        are the stacks of the MLP, or a table. When the first of them is gathered, two are updated, of one of which the gradient is gone;
+        Adafactor, which needs means of a parameter before it is updated, has updated that one alone; so where their state comes from host
+        memory one by one. With microbatches in a loop the kernel that updates MLP down has one result more.
 
-        * AdamW, Lion and SGD: kernels compute a stack's parameters and moments together. New moments of the gates cannot be written in
-          place there, as the kernel transposes: those of one stack are live when the last gather starts; of two where parameters have 16
-          bits.
-        * Lion and SGD: the new moments of MLP down and attention out are computed last. Their gradients wait for it, and the embedding's
-          moment in the gradient's layout. So with AdamW and parameters of 16 bits (both moments of the embedding).
-        * Adafactor needs means of each parameter before it is updated, so that the updates follow each other as the gathers do. The
-          embedding is gathered into the place of the old MLP down, which has been updated, where several gathers are in flight.
-        * With parameters of 16 bits one kernel updates both gates. One of them is gathered into the place of the other's old values then,
-          and with Adafactor MLP down too (heaps of Llama 3.1 8B with Lion and Mistral Nemo 12B with Adafactor, data=8).
-        * Where the updates do not hide the gathers (`updates_before_gathers`), all are over when most gathers start, into the places of old
-          parameters where one of the size is free. Buffers of their own have a table, queries and keys, and two stacks of the MLP; its
-          stacks wait (heaps of Llama 2 13B, 3.1 8B and Qwen2.5 7B over data and fsdp).
+        Parameters of 16 bits, and without a loop those with 8-bit moments, are updated before the first gather, all but one. In a loop the
+        kernels that round the stacks of the MLP write each in float32 too, one fewer where the gradients have float32, as long as all
+        gradients are there (heaps of Qwen2.5 32B, data=2 x tensor=8, and Llama 3.1 8B, data=8).
         """
-        local, state, kind = self.local, self.local.of_state, self.local.config.optimizer.kind
-        size, table = local.parameter_itemsize, 4 * local.table // state.fsdp
-        several = self.combined and local.fsdp * local.tensor > 1
-        in_place = 0 if local.model.tie_embeddings else local.table // local.fsdp
-        gathered = (local.trained - in_place) * size
-        of_mlp = (3 if local.model.gated_mlp else 2) * local.mlp_matrices // state.fsdp
-        moments = optimizer_state(state)[0] * local.mlp_matrices // state.fsdp // state.trained
+        local, state, size = self.local, self.local.of_state, self.local.parameter_itemsize
+        factored = local.config.optimizer.kind == "adafactor"
+        largest = max(local.mlp_matrices, local.table)
+        gathered, shard = largest // local.fsdp * size, largest // state.fsdp
         itemsize = local.gradient_itemsize if self.in_loop else self.stack_itemsize
-        waiting = itemsize if self._hides_gathers or not several else max(itemsize, size)
-        shards, copies = state.trained * waiting, 2 * table
-        if size < 4 and local.model.gated_mlp and not several:
-            gathered -= (2 if kind == "adafactor" else 1) * local.mlp_matrices // local.fsdp * size
-        if several and self.updates_before_gathers:
-            heads = local.model.num_layers * local.out_matrix * (local.model.num_heads + local.model.kv_heads) // local.model.num_heads
-            heads //= local.fsdp
-            gathered = (local.table // local.fsdp + heads + 2 * local.mlp_matrices // local.fsdp) * size
-            shards, moments, copies = of_mlp * size, 0, 0
-        elif kind == "adafactor":
-            gathered -= in_place * size if several else 0
-            shards, moments = of_mlp * size if several else 0, 0
-        elif not several:
-            late = kind != "adamw" or size < 4
-            shards = local.all_turned_matrices // state.fsdp * itemsize if late else 0
-            copies += ((2 if kind == "adamw" else 1) * table) if late else 0
-            moments *= 2 if kind == "adamw" and size < 4 and local.model.gated_mlp else 1
-        elif kind == "adamw":
-            # within a node gathers are short: the new moments are copied into their place while earlier ones are in flight
-            moments *= int(local.devices > TENSOR) if size == 4 else 2 if local.model.gated_mlp else 1
-            gathered += in_place * size if size < 4 else 0  # as close as known to the heap of Qwen2.5 32B (data=2, tensor=8)
+        gradients = state.trained * itemsize
+        if size < 4 or (local.config.precision.moments == "int8" and not self.in_loop):
+            updated = (state.trained - shard) * size
+            stack, stacks = local.mlp_matrices // state.fsdp, 3 if local.model.gated_mlp else 2
+            rounded = (stacks * (4 + size) - (4 if itemsize == 4 else 0)) * stack if self.in_loop and not factored else 0
+            if rounded and gradients + rounded > gathered + updated:
+                gathered, updated = 0, rounded
+            else:
+                gradients = 0
         else:
-            moments = 0
+            alone = factored or local.config.optimizer.offload
+            updated = (1 if alone else 3 if self.in_loop else 2) * 4 * shard
+            gradients -= itemsize * shard
         return {
-            "gradients": Component(shards, "gradients that the update still reads, and updated parameters that are gathered"),
-            "parameter_copies": Component(
-                copies + gathered + moments,
-                "transposes between the layouts of gradients and parameters; updated parameters, gathered over data"
-                + ("; new moments of MLP gate and up, which one kernel computes" if moments else ""),
-            ),
+            "gradients": Component(gradients, "gradients that the update still reads"),
+            "parameter_copies": Component(gathered + updated, "updated parameters, and the largest of them gathered over data"),
         }
-
-    @property
-    def updates_before_gathers(self) -> bool:
-        """Whether the updates of dense layers' float32 parameters end before most of their gathers over data start.
-
-        On Hopper the update of a stack hides gathers of others, so that old parameters are needed until the last gather starts; with
-        faster memory it is too short for it, and by constants it counts nothing (heaps for A100, B200 and GB200 with data=4). Not over two
-        devices of data, for a reason that is not known (heap of Qwen2.5 7B, data=2 x fsdp=4, on A100).
-        """
-        local = self.local
-        plain = local.uniform_dense and local.config.optimizer.kind in ("adamw", "lion") and local.parameter_itemsize == 4
-        return plain and not self._hides_gathers and local.fsdp > 1 and local.data > 2
-
-    @property
-    def _hides_gathers(self) -> bool:
-        """Whether updates of parameters hide gathers over data: on Hopper (`updates_before_gathers`)."""
-        return self.program.measured_matmuls and self.program.transposes_float8
 
     def orthogonalization(self) -> dict[str, Component]:
         """Return what is live in Muon's update (trainer/muon.py).

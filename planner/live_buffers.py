@@ -25,13 +25,6 @@ DELAYED = 2
 """Layers of experts, or with block-scaled matmuls, whose weight gradients are computed together at the start of the backward pass."""
 
 
-EARLY_BITS = 3 * 2**27
-"""Bytes of float32 of one stack of the MLP's matrices from which updates of 8-bit moments begin early (`early_update`).
-
-Bounds from heaps of Qwen2.5 32B, when updates did not wait for the microbatches: nothing at 283 MB, one stack at 425 MB.
-"""
-
-
 @dataclass(frozen=True)
 class Outside:
     """Bytes of layers outside of the loop over layers that are live while it runs."""
@@ -166,30 +159,8 @@ class LiveBuffers:
             tied = local.model.tie_embeddings and self.in_loop and self.overlap and local.tensor * local.pipeline == 1
             return local.parameter_itemsize * local.table if tied else 0
         if self.relays_scales:
-            return self._transposed() + MOMENTS * 4 * expert_scales(local) + self.early_update()
-        return self._transposed() + self.early_update()
-
-    @property
-    def gathers_over_data(self) -> bool:
-        """Whether the update works in the layout of a gather over data: with mesh.zero_stage=2 where parameters are sharded over fsdp."""
-        return self.overlap and self.local.of_state.fsdp > self.local.fsdp > 1 and not self.local.adapted
-
-    def early_update(self) -> int:
-        """Return the bytes of what the update of 8-bit moments computes before the end of the backward pass where parameters are gathered.
-
-        With mesh.zero_stage=2 over fsdp the update works in the layout of the gather over data, whose leading dim is the width. With one
-        microbatch, by constants, MLP down's large moments are transposed and converted early: float32, the code once more for the pass
-        after the scales are known, a boolean of each code; and the float32 moments of attention out (heap of Llama 2 13B, data=4 x
-        fsdp=4, on A100). Kernels that depend on no collective hide the all-reduce of the gradient's norm, and the scheduler, which works
-        from the end of the step, leaves the others to the beginning. With more microbatches the update waits for them (trainer/step.py).
-        """
-        local, state = self.local, self.local.of_state
-        stack = local.mlp_matrices // state.fsdp
-        if self.in_loop or self.program.measured_matmuls or not self.gathers_over_data or local.model.moe is not None:
-            return 0
-        if local.config.precision.moments != "int8" or 4 * stack < EARLY_BITS:
-            return 0
-        return (2 * 4 + 1 + 2) * stack + 2 * 4 * local.model.num_layers * local.out_matrix // state.fsdp
+            return self._transposed() + MOMENTS * 4 * expert_scales(local)
+        return self._transposed()
 
     @property
     def relays_scales(self) -> bool:

@@ -89,6 +89,24 @@ AGAIN = {"models/llama-3.2-1b": 8, "models/llama-3.1-70b": 1024}
 """Model -> devices of its first row in the table on so many."""
 
 
+B16 = ("precision.params=bfloat16", "precision.stochastic_rounding=true")
+OVER_DATA = [
+    # model, cluster, rows, mesh, further overrides
+    ("llama-3.1-8b", "dgx-h100", 8, {"data": 8}, []),
+    ("llama-3.1-8b", "dgx-h100", 8, {"data": 8}, ["optimizer.kind=adafactor"]),
+    ("llama-3.1-8b", "dgx-h100", 8, {"data": 8}, ["optimizer.offload=true"]),
+    ("llama-3.1-8b", "dgx-h100", 16, {"data": 8}, [*B16, "trainer.accumulation=2"]),
+    ("llama-2-13b", "dgx-a100", 16, {"data": 4, "fsdp": 4}, ["precision.moments=int8"]),
+    ("qwen2.5-14b", "dgx-b200", 8, {"data": 2, "tensor": 4}, ["precision.gradients=bfloat16"]),
+    ("phi4-14b", "dgx-h200", 16, {"data": 8}, ["optimizer.kind=lion", "trainer.accumulation=2"]),
+    ("olmo2-7b", "gb200-nvl72", 8, {"data": 8}, ["optimizer.kind=sgd"]),
+    ("qwen3-8b", "dgx-h100", 16, {"data": 8}, ["precision.moments=bfloat16", "trainer.accumulation=2"]),
+    ("gemma2-9b", "dgx-h200", 8, {"data": 8}, []),
+    ("glm4-9b", "dgx-b200", 8, {"data": 8}, ["precision.matmul=fp8"]),
+    ("olmo3-7b", "dgx-h100", 8, {"data": 8}, []),
+]
+
+
 def row(model):
     return next(case for case in TABLE if case["config"] == model and math.prod(case["mesh"].values()) == AGAIN[model])
 
@@ -174,6 +192,32 @@ def test_no_stack_of_saved_values_is_copied_over_tensor(number):
     # gaps in XLA's heap are not planned
     planned = memory_per_device(config, result.mesh, device=hardware(device))
     assert (result.argument_bytes + result.temp_bytes - heap.gap_bytes) / planned.compiled_bytes - 1 < 0.08
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", drawn(list(range(len(OVER_DATA))), 2))
+def test_updated_parameters_are_gathered_in_turn(number):
+    """mesh.zero_stage=2 as compiled here and now: XLA alone would gather all of them at once, beside those of before."""
+    model, name, rows, mesh, more = OVER_DATA[number]
+    axes = (*(f"mesh.{axis}={size}" for axis, size in ({"fsdp": 1} | mesh).items()), "mesh.zero_stage=2", f"data.batch_size={rows}")
+    shape = ("data.seq_len=1024", "data.document_masking=false", "precision.compute=bfloat16", "compute.remat.policy=full")
+    config = load(f"models/{model}", (*shape, *axes, *more)).config
+    on = load_cluster(name).config.model_copy(update={"nodes": None})
+    flags, level = run_flags(config, on.device)
+    result = compile_ahead(
+        Request.on(config, on, math.prod(mesh.values()) // on.devices_per_node, xla_flags=flags, optimization_level=level)
+    )
+    assert result.buffers_text is not None and result.live_ranges_text is not None
+    heap, module = read_heap(result.buffers_text, result.live_ranges_text), parse(result.hlo_text)
+    local = LocalSizes.of(config, result.mesh)
+    largest = max(local.mlp_matrices, local.table) // local.fsdp * local.parameter_itemsize
+    points = [at for at, of in enumerate(heap.schedule) if of.startswith("all-gather-start")]
+    live = {at: [each for each in heap.buffers(module, at) if each.name.startswith("all-gather-start")] for at in points}
+    updated = [sum(each.bytes for each in found if "optimizer/" in each.op_name) for found in live.values()]
+    # a large and a small one; XLA gathers the unembedding into its place
+    assert largest <= max(updated) <= 1.6 * largest
+    planned = memory_per_device(config, result.mesh, device=hardware(on.device))
+    assert abs((result.argument_bytes + result.temp_bytes - heap.gap_bytes) / planned.compiled_bytes - 1) < 0.05
 
 
 def test_the_sampler_draws_only_attention_that_the_model_can_use(monkeypatch):
