@@ -230,7 +230,7 @@ def _gathered_in_turn(params: Tree, spec: ModelSpec, partitioner: Partitioner) -
     and copy them. Llama 3.1 8B over data=8 needs 52.7 GB so, and 72.6 GB without, for a step that is 7 ms longer (simulated, H100).
     """
     leaves, structure = jax.tree.flatten(params)
-    axes = structure.flatten_up_to(spec.trained_axes)
+    axes = jax.tree.leaves(spec.trained_axes, is_leaf=lambda node: type(node) is tuple)
     shards = [partitioner.of_state.spec(of, leaf.shape) for of, leaf in zip(axes, leaves, strict=True)]
     whole = [partitioner.spec(of, leaf.shape) for of, leaf in zip(axes, leaves, strict=True)]
     waiting = deque(sorted((at for at in range(len(leaves)) if shards[at] != whole[at]), key=lambda at: -leaves[at].size))

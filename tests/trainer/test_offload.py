@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Any
 
@@ -115,6 +116,52 @@ def test_checkpoints_are_the_same_with_and_without_offloading_and_not_changed_by
             kinds = [leaf.sharding == want.sharding for leaf, want in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)]
             assert all(kinds)
     check_equal(offloaded.step(payload.load(tmp_path / "global", offloaded.abstract), 4)[0], values(state))
+
+
+@pytest.mark.parametrize("mesh", [{"data": 2, "fsdp": 2}, {"data": 4, "fsdp": 1}, {"data": 2, "fsdp": 2, "tensor": 2}])
+@pytest.mark.parametrize("offload", [False, True])
+def test_updated_parameters_are_gathered_over_data_in_turn(mesh: dict[str, int], offload: bool) -> None:
+    """Each waits until the one before the previous one is in its place, and of two that follow each other one is small."""
+    config = make_config(
+        mesh={**mesh, "zero_stage": 2}, model={"vocab_size": 64}, optimizer={"offload": offload}, precision={"compute": "float32"}
+    )
+    partitioner = Partitioner.of(build_mesh(config.mesh, jax.devices()[: math.prod(mesh.values())]), config)
+    spec = model_spec(config, partitioner)
+    optimizer = build_optimizer(config.optimizer, config.precision, spec.trained_axes, partitioner)
+    schedule = build_schedule(config.schedule, config.optimizer.learning_rate, config.trainer.steps)
+    step = make_train_step(spec, config, optimizer, schedule, partitioner)
+    state = abstract_state(config, spec, optimizer, partitioner)
+    traced = jax.make_jaxpr(step)(state, to_global(make_batch(), partitioner)).jaxpr
+
+    made = {id(x): eqn for eqn in traced.eqns for x in eqn.outvars}
+    params = [x for x, leaf in zip(traced.outvars, jax.tree_util.tree_leaves_with_path(state), strict=False) if "params" in str(leaf[0])]
+
+    def origin(x: Any) -> Any:
+        """Return the array that was gathered: the shard, or what the barrier gives of it. None: it is not in a layout of its own."""
+        constrained = made[id(x)]
+        placed = made.get(id(constrained.invars[0])) if constrained.primitive.name == "sharding_constraint" else None
+        if placed is None or placed.primitive.name != "shard_map":
+            return None
+        gather = made[id(placed.invars[0])]
+        assert gather.primitive.name == "sharding_constraint"
+        return gather.invars[0]
+
+    # position in the program -> size, and the position of what it waits for
+    gathers: dict[int, tuple[int, int | None]] = {}
+    for x in params:
+        if (shard := origin(x)) is None:
+            continue
+        whole, before = made[id(x)].invars[0], made[id(shard)]
+        waits = before.primitive.name == "optimization_barrier" and traced.eqns.index(made[id(before.invars[1])])
+        placed = made[id(before.invars[0])] if before.primitive.name == "optimization_barrier" else before
+        assert placed.primitive.name == "shard_map"  # the shard has a layout too
+        gathers[traced.eqns.index(made[id(whole)])] = (math.prod(x.aval.shape), waits or None)
+    order = sorted(gathers)
+    wide = [axes for axes in jax.tree.leaves(spec.trained_axes, is_leaf=lambda x: type(x) is tuple) if "embed" in axes]
+    assert len(order) == len(wide) > 6
+    assert [gathers[at][1] for at in order] == [None, None, *order[:-2]]
+    sizes = [gathers[at][0] for at in order]
+    assert sizes[::2] == sorted(sizes, reverse=True)[: len(sizes[::2])] and sizes[1::2] == sorted(sizes)[: len(sizes[1::2])]
 
 
 @pytest.mark.parametrize(
