@@ -334,6 +334,7 @@ class LiveBuffers:
         adds it computes it again from these two, in the last layer with the gradient by its MLP (heaps of Qwen2.5 1.5B, Llama 3.2 3B and
         3.1 8B on A100). Where norms follow attention and MLP, the first kernel that reads it is that of such a norm. What is left is the
         gradient of the final norm's scale, which nothing waits for until all layers are done (heaps of OLMo 2 1B, 7B and 13B on A100).
+        With one microbatch this was seen with many tokens alone (heaps of Qwen3 1.7B on A100, with norms before attention and MLP).
         On Hopper in a loop of microbatches one kernel computes both gradients, and the two values are free, but where `final_states_wait`:
         then both are bfloat16 (heap of OLMo 2 7B on B200s; values in host memory: MlpPeak._streams_after_norms).
 
@@ -344,7 +345,8 @@ class LiveBuffers:
         rounds = self.program.adds_bfloat16 or local.compute_itemsize == 4
         if rounds and self.final_states_wait:
             return 2 * local.stream_bytes
-        if rounds or not (self.overlap and self.in_loop and alike) or local.tensor > 1:
+        waiting = self.in_loop or (local.tokens > FEW_TOKENS and model.norm_position == "pre")
+        if rounds or not (self.overlap and waiting and alike) or local.tensor > 1:
             return 0
         waits = at_start if model.norm_position == "pre" else model.norm_position == "post"
         return 4 * local.tokens * model.embed_dim + local.stream_bytes if waits else 0
