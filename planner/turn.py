@@ -82,11 +82,12 @@ class Turn:
     def not_stacked(self, saved_bytes: int) -> int:
         """Return the size of what the last turn kept, which is not yet in the stacks of all turns: that turn is not in the loop.
 
-        Over tensor it is there before the loss (planner/recompute.py: saves_first).
+        Over tensor it is there before the loss (planner/recompute.py: saves_first), and without fsdp, as no weights are gathered for which
+        XLA would take the turn out of the loop.
 
         saved_bytes: of all layers.
         """
-        several = self.overlap and self.local.model.layer_period > 1 and not self.local.saves_first
+        several = self.overlap and self.local.model.layer_period > 1 and not self.local.saves_first and self.local.fsdp > 1
         return self.local.model.layer_period * saved_bytes // self.local.model.num_layers if several else 0
 
     @property

@@ -1,6 +1,7 @@
 """Commands of README and docs run, in order, and print what the page shows (scripts/refresh_docs.py has the conventions).
 
-README's all run; of the other pages, each of which stands alone, those drawn for the commit (`make test FULL=1`: all).
+Those of README and of planning.md, whose output changes with every change of the planner, all run; of the other pages, each of which stands
+alone, those drawn for the commit (`make test FULL=1`: all).
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ def runs(block: Block) -> bool:
     return (block.file is not None or block.language == "console") and block.reason_not_run is None
 
 
-DRAWN = [PAGES[0], *drawn([page for page in PAGES[1:] if any(map(runs, blocks(page)))], 3)]
+PLANNING = "docs/guides/planning.md"
+DRAWN = [PAGES[0], PLANNING, *drawn([page for page in PAGES[1:] if page != PLANNING and any(map(runs, blocks(page)))], 2)]
 BLOCKS = [block for page in DRAWN for block in blocks(page) if runs(block)]
 
 
