@@ -57,7 +57,7 @@ class AfterLayers(LiveBuffers):
         ones, and they are gone.
         """
         local = self.local
-        copies = self.layout_copies() if self.in_loop or not local.config.mesh.zero_stage else 0
+        copies = 0 if self.updates_shards and not self.in_loop else self.layout_copies()
         layers = 2 * self.turn.trained_weights * local.gradient_itemsize
         tables, unembedding = local.table * (4 + local.gradient_itemsize), 4 * local.table
         before = tables - (unembedding if local.config.compute.reduces_unembedding_first else 0)
@@ -97,7 +97,7 @@ class AfterLayers(LiveBuffers):
             of_mlp = 2 * local.mlp_matrices if local.model.moe is None else 0
             copies += 4 * (of_mlp + local.model.num_layers * local.out_matrix) // local.of_state.fsdp
         gathered = 0
-        if self.overlap and local.of_state.fsdp > local.fsdp:
+        if self.updates_shards:
             if not local.adapted:
                 return self.gathers_update()
             gathered = local.trained * local.parameter_itemsize
@@ -112,6 +112,11 @@ class AfterLayers(LiveBuffers):
                 + ("; updated parameters, gathered over data" if gathered else ""),
             ),
         }
+
+    @property
+    def updates_shards(self) -> bool:
+        """Whether the update works on shards over data, and the updated parameters are gathered: mesh.zero_stage=2 with several devices."""
+        return self.overlap and self.local.of_state.fsdp > self.local.fsdp
 
     def gathers_update(self) -> dict[str, Component]:
         """Return what is live in the update with mesh.zero_stage=2, where updated parameters are gathered over data.

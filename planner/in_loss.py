@@ -47,10 +47,9 @@ class InLoss(LayerPeak):
         layers = 2 * self.turn.layers if local.adapted else self.turn.in_loss * self.turn.layers + 1
         if policy == "offload" and self.turn.layers > 1 and not self.in_loop:
             layers = int(one_chunk)  # the recomputation waits for the copies from host memory
-        gathered = layers * self.gathered_layer() if self.overlap and not self.keeps_over_tensor else 0
+        gathered = layers * self.gathered_layer() if self.overlap and not (self.keeps_over_tensor or self.copies_to_host) else 0
         if self.copies_to_host:
             early += offloaded_bytes(local) // local.model.num_layers + (0 if self.program.adds_bfloat16 else local.stream_bytes)
-            gathered = 0
         if self.scales_turns_apart:
             layers = DELAYED * local.model.layer_period if local.config.precision.block_scaled == "nvfp4" else 0
             gathered = layers * block_scaled.scaled(local, self.gathered_layer())
@@ -92,7 +91,7 @@ class InLoss(LayerPeak):
 
         These values are on the device then, and its weights are gathered later, when some have come back. Where bfloat16 values are added
         in float32, the final hidden states are too, and in a loop of microbatches the stacks of gradients are zeroed (heaps of Mistral Nemo
-        12B and Llama 3.2 3B on A100). So in 20 heaps of seven families, not over tensor.
+        12B and Llama 3.2 3B on A100). So in 25 heaps of eight families, not over tensor.
         """
         local = self.local
         within = local.config.compute.remat.offloads and not offloads_inputs(local)
@@ -114,12 +113,8 @@ class InLoss(LayerPeak):
         trains_experts = local.model.moe is not None and not local.adapted and local.model.latent_attention is None
         ordered = self.turn.in_order and not self.in_loop
         late = ordered and (policy == "full" or (policy == "names" and self.turn.left_over > 0))
-        late |= (
-            (policy == "offload" and not (self.copies_to_host and self.in_loop and not self.program.adds_bfloat16))
-            or local.fsdp == 1
-            or trains_experts
-            or self.scales_turns_apart
-        )
+        beside_copies = self.copies_to_host and self.in_loop and not self.program.adds_bfloat16
+        late |= (policy == "offload" and not beside_copies) or local.fsdp == 1 or trains_experts or self.scales_turns_apart
         late |= self.keeps_over_tensor and not self._sums_loss_at_once
         if late or not (self.combined or local.gradient_itemsize == self.stack_itemsize):
             return 0

@@ -1,4 +1,5 @@
-"""Optimizer state in host memory: the same run as without it, the same checkpoints, and what is refused."""
+"""Optimizer state in host memory: the same run as without it, the same checkpoints, and what is refused; the order in which updated
+parameters are gathered over data, wherever the state is."""
 
 from __future__ import annotations
 
