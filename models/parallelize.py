@@ -107,7 +107,8 @@ def parallelize(
 
     # 3. Rematerialization of blocks, of attention, or of elementwise matmul inputs; what is kept is there before the backward pass begins.
     remat = Remat.resolve(compute.remat, platform, in_scan(model, compute))
-    saved = saves_first(model, compute, partitioner.mesh.shape["tensor"])
+    shape = partitioner.mesh.shape
+    saved = saves_first(model, compute, tensor=shape["tensor"], pipeline=shape["pipeline"])
 
     # 4. Collective matmuls: overlap the communication over tensor with the matmuls around it.
     overlap = compute.tensor_overlap == "ring" and partitioner.mesh.shape["tensor"] > 1

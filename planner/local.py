@@ -148,7 +148,7 @@ class LocalSizes:
     @property
     def saves_first(self) -> bool:
         """Whether the backward pass begins when all that the loop over layers saved is in its stacks (planner/recompute.py)."""
-        return saves_first(self.model, self.config.compute, self.tensor)
+        return saves_first(self.model, self.config.compute, tensor=self.tensor, pipeline=self.pipeline)
 
     @cached_property
     def up_bytes(self) -> int:

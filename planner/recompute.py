@@ -91,12 +91,13 @@ def in_order(model: ModelConfig, compute: ComputeConfig, *, frozen: bool) -> boo
     return model.layer_period > 1 and model.moe is None and compute.scan_layers and not frozen
 
 
-def saves_first(model: ModelConfig, compute: ComputeConfig, tensor: int) -> bool:
+def saves_first(model: ModelConfig, compute: ComputeConfig, *, tensor: int, pipeline: int) -> bool:
     """Return whether the backward pass of the loop over layers begins when all that it saved is there (models/backward_order.py).
 
-    So it is for dense layers over `tensor` devices, which without it copy stacks of what they saved: up to 35 % of their memory.
+    So it is for dense layers over `tensor` devices, which without it copy stacks of what they saved: up to 35 % of their memory. Not in
+    stages, which save the values of other microbatches in between; parameters would be saved with them (trainer/pipeline.py).
     """
-    return tensor > 1 and model.moe is None and compute.scan_layers
+    return tensor > 1 and pipeline == 1 and model.moe is None and compute.scan_layers
 
 
 def waiting(config: Config, tensor: int, expert: int) -> str:
