@@ -1,13 +1,14 @@
 """Planned against compiled memory and planned against simulated step time, on configs drawn at random over every knob that changes memory.
 
-`python benchmarks/plan_vs_compile.py [--seed N] [--count N] [--near-capacity] [--experts | --long] [--json FILE [--continue]]`
+`python benchmarks/plan_vs_compile.py [--seed N] [--count N] [--near-capacity] [--experts | --long | --stages] [--json FILE [--continue]]`
 
 Each config is compiled for its GPU on this machine (`ridge compile`, extra `aot`; 10 to 30 s each). The tables: per config the planned and
 compiled GB per device, the planned step and the compiled schedule simulated at the planner's rates; then the error by knob; then median,
 90th percentile and worst, and the configs that were planned to fit and do not. `--continue` takes what FILE has as compiled, and plans it
 again. `--near-capacity` draws only configs that need 75 to 100 % of a device, `--experts` only models with experts, half of them with
 packed rows, with mesh.expert, capacities, both exchanges and mesh.context; `--long` only rows of 131,072 to 1,048,576 tokens over
-mesh.context, half of them packed, of dense models and of models with experts.
+mesh.context, half of them packed, of dense models and of models with experts; `--stages` only models over mesh.pipeline, dense and with
+experts, with one chunk of layers per stage and with two.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ EXPERT_MODELS = [
     *("gpt-oss-20b", "gpt-oss-20b", "deepseek-v2-lite", "deepseek-v2-lite", "llama-4-scout-17b-16e"),
 ]
 LONG_MODELS = ["llama-3.1-8b", "llama-3.1-70b", "llama-3.2-3b", "qwen3-8b", "qwen3-32b", "mistral-nemo-12b", "qwen3-30b-a3b"]
+STAGED_MODELS = [*MODELS, *EXPERT_MODELS]
 CLUSTERS = {"dgx-h100": 4, "dgx-h200": 2, "dgx-a100": 2, "dgx-b200": 1, "mn5-acc": 2, "gb200-nvl72": 1}
 """Cluster -> how often it is drawn."""
 MATMULS = {"fp8": 2, "fp8_delayed": 2, "mxfp8": 1, "nvfp4": 1}
@@ -115,29 +117,39 @@ def check_attention(config: Config) -> None:
 
 
 def draw(rng: random.Random, kind: str) -> dict[str, Any] | None:
-    """Draw one config of a kind: dense, experts or long; None where the draw breaks a rule of the schema."""
+    """Draw one config of a kind: dense, experts, long or stages; None where the draw breaks a rule of the schema."""
     cluster_name = chosen(rng, CLUSTERS)
     cluster = load_cluster(cluster_name).config
-    model, nodes = rng.choice({"dense": MODELS, "experts": EXPERT_MODELS, "long": LONG_MODELS}[kind]), 2 ** rng.randrange(0, 7)
+    model, nodes = (
+        rng.choice({"dense": MODELS, "experts": EXPERT_MODELS, "long": LONG_MODELS, "stages": STAGED_MODELS}[kind]),
+        2 ** rng.randrange(0, 7),
+    )
     devices = nodes * cluster.devices_per_node
     tensor = rng.choice([1, 1, 1, 1, 2, 4, 8])
     if devices % tensor or tensor > cluster.devices_per_node:
         return None
     data = 2 ** rng.randrange(0, 4) if rng.random() < 0.4 else 1
-    expert = rng.choice([1, 1, 2, 4, 8, 16]) if kind == "experts" else 1
-    context = {"dense": lambda: 1, "experts": lambda: rng.choice([1, 1, 1, 2, 4]), "long": lambda: 2 ** rng.randrange(1, 6)}[kind]()
-    if devices // tensor % (data * expert * context):
+    with_experts = model in EXPERT_MODELS
+    expert = rng.choice([1, 1, 2, 4, 8, 16]) if with_experts and kind != "long" else 1
+    contexts = {"experts": lambda: rng.choice([1, 1, 1, 2, 4]), "long": lambda: 2 ** rng.randrange(1, 6)}
+    context = contexts.get(kind, lambda: 1)()
+    pipeline, chunks = (rng.choice([2, 2, 4, 8]), rng.choice([1, 1, 2])) if kind == "stages" else (1, 1)
+    if devices // tensor % (data * expert * context * pipeline):
         return None
-    fsdp = devices // tensor // data // expert // context
-    sizes = {"pipeline": 1, "data": data, "fsdp": fsdp, "context": context, "tensor": tensor, "expert": expert}
+    fsdp = devices // tensor // data // expert // context // pipeline
+    sizes = {"pipeline": pipeline, "data": data, "fsdp": fsdp, "context": context, "tensor": tensor, "expert": expert}
     seq_len, rows, micro = 2 ** rng.randrange(10, 16), 2 ** rng.randrange(0, 5), 2 ** rng.randrange(0, 3)
     if kind == "long":
         seq_len, rows = 2 ** rng.randrange(17, 21), 1
+    if kind == "stages":
+        micro *= pipeline  # with fewer microbatches most stages wait
     batch = data * fsdp * expert * rows * micro
     settings: dict[str, str] = {}
     overrides = [f"data.seq_len={seq_len}", f"model.max_seq_len={max(seq_len, 1024)}", f"data.batch_size={batch}"]
     overrides += [f"trainer.accumulation={micro}", *(f"mesh.{axis}={size}" for axis, size in sizes.items())]
-    knobs = KNOBS if kind == "dense" else KNOBS | HALF_PACKED | (EXPERT_KNOBS if kind == "experts" else {})
+    overrides += [f"mesh.pipeline_chunks={chunks}"] * (chunks > 1)
+    knobs = KNOBS if kind in ("dense", "stages") else KNOBS | HALF_PACKED
+    knobs = knobs | (EXPERT_KNOBS if with_experts and kind != "long" else {})
     for knob, options in (knobs | (CONTEXT_KNOBS if context > 1 else {})).items():
         picked = rng.choices([given for given, _ in options], [weight for _, weight in options])[0]
         if knob == "optimizer" and any("moments=int8" in other for other in overrides):
@@ -150,7 +162,8 @@ def draw(rng: random.Random, kind: str) -> dict[str, Any] | None:
     row = {"model": model, "cluster": cluster_name, "nodes": nodes, "devices": devices, "overrides": overrides}
     row |= {"knobs": {**settings, "expert": str(expert), "context": str(context), "microbatches": str(micro), "tensor": str(tensor),
                       "fsdp=1": str(fsdp == 1), "model": model,
-                      "seq_len": str(seq_len), "device": cluster_name, "zero_stage": str(zero_stage)}}  # fmt: skip
+                      "seq_len": str(seq_len), "device": cluster_name, "zero_stage": str(zero_stage),
+                      **({"pipeline": str(pipeline), "chunks": str(chunks)} if kind == "stages" else {})}}  # fmt: skip
     try:
         config = load(f"models/{model}", overrides).config
         check_devices(config, devices)
@@ -158,7 +171,8 @@ def draw(rng: random.Random, kind: str) -> dict[str, Any] | None:
         if config.precision.block_scaled is not None:
             check_block_scaled(hardware(cluster.device), config.precision.block_scaled)
         machine = Machine(cluster, load_calibration(None), devices)
-        layout = Layout(data, fsdp, tensor, micro, config.compute.remat, context=context, zero_stage=zero_stage, expert=expert)
+        stages = {"pipeline": pipeline, "pipeline_chunks": chunks}
+        layout = Layout(data, fsdp, tensor, micro, config.compute.remat, context, zero_stage, expert, **stages)
         memory = memory_per_device(config, sizes, gpu=True, device=hardware(cluster.device))
         candidate = evaluate(config, layout, memory, machine, 1e12, nodes)
     except (UserError, ValueError):
@@ -229,6 +243,7 @@ def main(arguments: list[str] | None = None) -> int:
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--experts", dest="kind", action="store_const", const="experts", default="dense")
     kinds.add_argument("--long", dest="kind", action="store_const", const="long")
+    kinds.add_argument("--stages", dest="kind", action="store_const", const="stages")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--continue", dest="goes_on", action="store_true")
     args = parser.parse_args(arguments)

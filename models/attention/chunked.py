@@ -62,6 +62,7 @@ class Chunked:
 
     name = "chunked"
     per_device = False
+    per_device_in_stages = False
 
     def refusal(self, request: AttentionRequest) -> str | None:
         """Return None: everything is supported."""

@@ -22,6 +22,7 @@ class Cudnn:
 
     name = "cudnn"
     per_device = False
+    per_device_in_stages = True  # JAX partitions it over shardings with named axes, which are gone in a partly manual program
 
     def refusal(self, request: AttentionRequest) -> str | None:
         """Return why the kernels do not support the request, or None."""

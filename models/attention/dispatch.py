@@ -25,7 +25,7 @@ from ridgeline.models.attention.ring import Blockwise, Kernel, ring_attention
 from ridgeline.models.attention.xla import Xla
 from ridgeline.sharding.manual import on_shards
 from ridgeline.sharding.partition import Partitioner
-from ridgeline.sharding.rules import LogicalAxes
+from ridgeline.sharding.rules import PIPELINE_AXIS, LogicalAxes
 
 BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (Reference(), Xla(), Chunked(), Cudnn(), Pallas())}
 QUERY_AXES = ("batch", "seq", "act_heads", None)
@@ -148,7 +148,7 @@ class SelfAttention:
         """Return the backend of packed rows, or of rows of one document. Raises UserError when it does not support them."""
         backend = resolve_backend(self.backend, replace(self.request, packed=packed))
         alike = self.partitioner.axis_size(QUERY_AXES[2]) == self.partitioner.axis_size(KEY_AXES[2])
-        if not backend.per_device or alike:
+        if alike or not self._per_device(backend):
             return backend
         if self.backend == "auto":
             return BACKENDS[AUTO[-1]]
@@ -176,13 +176,16 @@ class SelfAttention:
             platform=request.platform,
         )
         # XLA cannot partition the kernels of some backends: they run under shard_map on the rows and heads of one device.
-        if not backend.per_device or self.partitioner.mesh.size == 1:
+        if not self._per_device(backend) or self.partitioner.mesh.size == 1:
             return run(q_BTNH, k_BTKH, v_BTKH, segment_ids=segment_ids_BT, sinks=sinks_N)
 
         def one_device(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids_BT: jax.Array | None, sinks_N: jax.Array | None) -> jax.Array:
             return run(q, k, v, segment_ids=segment_ids_BT, sinks=sinks_N)
 
         return self._on_shards(one_device, arrays, ("batch", "seq"))
+
+    def _per_device(self, backend: Backend) -> bool:
+        return backend.per_device_in_stages if self.partitioner.mesh.shape[PIPELINE_AXIS] > 1 else backend.per_device
 
     def _over_context(
         self, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids_BT: jax.Array | None, sinks_N: jax.Array | None

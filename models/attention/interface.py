@@ -51,6 +51,10 @@ class Backend(Protocol):
     def per_device(self) -> bool:
         """Whether XLA cannot partition its kernels: it has to run under shard_map, on the shards of one device."""
 
+    @property
+    def per_device_in_stages(self) -> bool:
+        """As per_device, inside of a pipeline stage, whose program is under shard_map over other axes already."""
+
     def refusal(self, request: AttentionRequest) -> str | None:
         """Return why the request is not supported, or None when it is."""
 

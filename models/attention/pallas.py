@@ -70,7 +70,7 @@ class Pallas:
     interpret: bool = False
     """Use Pallas's interpreter on any platform, for tests."""
     name = "pallas"
-    per_device = True
+    per_device = per_device_in_stages = True
 
     def refusal(self, request: AttentionRequest) -> str | None:
         """Return why the kernels do not support the request, or None."""

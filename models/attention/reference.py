@@ -18,6 +18,7 @@ class Reference:
 
     name = "reference"
     per_device = False
+    per_device_in_stages = False
 
     def refusal(self, request: AttentionRequest) -> str | None:
         """Return None: everything is supported."""

@@ -14,6 +14,7 @@ class Xla:
 
     name = "xla"
     per_device = False
+    per_device_in_stages = False
 
     def refusal(self, request: AttentionRequest) -> str | None:
         """Return why the request is not supported, or None; every mask is, because it is materialized."""

@@ -1,15 +1,20 @@
-"""What pipeline stages keep between the forward and the backward pass of a microbatch."""
+"""Programs of pipeline stages: what they keep of a microbatch until its backward pass, and how they run kernels of attention."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.cudnn import fused_attention_stablehlo
 from jax.extend.core import jaxprs_in_params
+from jax.sharding import PartitionSpec
 
 from ridgeline.configs.schema import RematConfig
+from ridgeline.models.attention.dispatch import SelfAttention
+from ridgeline.models.attention.interface import AttentionRequest
 from ridgeline.planner.pipeline import Schedule
 from ridgeline.trainer.pipeline import pipeline_gradient
 from tests.sampling import drawn
@@ -66,3 +71,37 @@ def test_stages_keep_no_parameters(mesh, remat):
     blocks = [leaf.shape for leaf in jax.tree.leaves(abstract.params["blocks"])]
     stacked = {(LAYERS // schedule.stages, *shape[1:]) for shape in blocks if len(shape) > 2}
     assert written and not written & stacked
+
+
+def manual_axes_of(jaxpr: Any, kernel: str, outside: frozenset[str] = frozenset()) -> list[frozenset[str]]:
+    """Return the mesh axes over which the program is manual at each call of a primitive whose name holds `kernel`."""
+    found = []
+    for equation in jaxpr.eqns:
+        if kernel in equation.primitive.name:
+            found.append(outside)
+        manual = outside | frozenset(equation.params.get("newly_manual_axes", ()))
+        for inner in jaxprs_in_params(equation.params):
+            found += manual_axes_of(inner, kernel, manual)
+    return found
+
+
+@pytest.mark.parametrize(("backend", "kernel"), [("cudnn", "dot_product_attention"), ("pallas", "pallas_call")])
+def test_kernels_of_attention_get_the_shards_of_one_device_in_a_stage(backend, kernel, monkeypatch):
+    """Partly manual, XLA does not partition them: the compilation for GPUs failed with cuDNN."""
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(fused_attention_stablehlo, "check_compute_capability", lambda wanted: float(wanted) <= 9)
+    monkeypatch.setattr(fused_attention_stablehlo, "is_cuda_compute_capability_equal", lambda wanted: float(wanted) == 9)
+    config = make_config(1, 2, 2, MICROBATCHES, num_layers=LAYERS)
+    partitioner = prepared(config.model_copy(update={"mesh": config.mesh.model_copy(update={"pipeline": 2})}), jax.devices())[0]
+    request = AttentionRequest("gpu", jnp.dtype("bfloat16"), head_dim=64, num_heads=8, num_kv_heads=8, packed=False)
+    attention = SelfAttention(partitioner.in_stage, backend, 8, request)
+
+    def gradient(q_BTNH: jax.Array) -> jax.Array:
+        return jax.vjp(lambda q: attention(q, q, q, None), q_BTNH)[1](q_BTNH)[0]
+
+    everywhere = PartitionSpec()
+    staged = jax.shard_map(
+        gradient, mesh=partitioner.mesh, in_specs=everywhere, out_specs=everywhere, axis_names={"pipeline"}, check_vma=False
+    )
+    traced = jax.make_jaxpr(jax.jit(staged))(jax.ShapeDtypeStruct((4, 128, 8, 64), jnp.bfloat16))
+    assert set(manual_axes_of(traced.jaxpr, kernel)) == {frozenset(partitioner.mesh.axis_names)}
