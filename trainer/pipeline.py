@@ -6,20 +6,22 @@ their gradients are summed over `data` once, after the last tick (sharding/stage
 
 A tick permutes the residual stream to the next stage and its gradient to the previous one. The backward pass is explicit: `jax.vjp` of a
 stage in the tick of its forward pass; its residuals, which compute.remat decides, are kept in a ring of slots until the tick of the
-backward pass. Parameters and positions are not kept: both are given to it again. All stages compute embedding and loss, so that none waits
-for another: each looks up its tokens, of which the first stage uses its own, and each computes the loss of 1/S of the tokens of a row.
+backward pass. Parameters, views of them (the layers of a turn, or one layer) and positions are not kept: they are given to it again.
+All stages compute embedding and loss, so that none waits for another: each looks up its tokens, of which the first stage uses its own, and
+each computes the loss of 1/S of the tokens of a row.
 
 Legend: M microbatches, S stages, B rows of a microbatch, T tokens of a row, D embed width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Literal
 from jax.sharding import PartitionSpec
 
 from ridgeline.configs.pipeline import chunk_layers
@@ -207,8 +209,13 @@ class _Ticks:
         self.divisor, self.schedule, self.config = divisor, stage.schedule, stage.config
         self.last = index == self.schedule.stages - 1
         self.gradient_dtype = jnp.dtype(stage.config.precision.gradients)
-        _, self.pull, self.totals = jax.eval_shape(self.run, self.no_stream(), self.rows(0), jnp.int32(0))
+        layers = self.chunk(blocks, jnp.int32(0)), self.chunk(recent, jnp.int32(0))
+        traced, outputs = jax.make_jaxpr(self.run_layers, return_shape=True)(*layers, self.no_stream(), self.side(self.rows(0)))
+        _, self.pull, self.totals = outputs
         """The pullback of a stage and the totals of its routers, without values."""
+        variables = jax.tree.unflatten(jax.tree.structure(outputs), traced.jaxpr.outvars)[1]
+        self.views = [view_of_inputs(traced.jaxpr, v, len(jax.tree.leaves(blocks))) for v in jax.tree.leaves(self.residuals(variables))]
+        """How each residual that is a view of parameters follows from them; None: of the others."""
 
     # The passes of a tick.
 
@@ -251,15 +258,16 @@ class _Ticks:
 
     def run(self, x_BTD: jax.Array, rows: Batch, chunk: Any) -> Any:
         """Return the result of the layers of a chunk, their pullback and the totals of the routers."""
-        side = {name: rows[name] for name in ("positions", "segment_ids")}
-        return jax.vjp(
-            lambda blocks, recent, x, side: self.stage.forward(blocks, recent, x, side, self.shared),
-            self.chunk(self.blocks, chunk),
-            self.chunk(self.recent, chunk),
-            x_BTD,
-            side,
-            has_aux=True,
-        )
+        return self.run_layers(self.chunk(self.blocks, chunk), self.chunk(self.recent, chunk), x_BTD, self.side(rows))
+
+    def run_layers(self, blocks: Tree, recent: Tree, x_BTD: jax.Array, side: Batch) -> Any:
+        run = lambda blocks, recent, x_BTD, side: self.stage.forward(blocks, recent, x_BTD, side, self.shared)  # noqa: E731
+        return jax.vjp(run, blocks, recent, x_BTD, side, has_aux=True)
+
+    @staticmethod
+    def side(rows: Batch) -> Batch:
+        """Return what of the rows the layers get beside the residual stream."""
+        return {name: rows[name] for name in ("positions", "segment_ids")}
 
     def input(self, tick: jax.Array, x_BTD: jax.Array) -> jax.Array:
         """Return the input of the unit of a tick: embedded tokens for the first chunk of the first stage."""
@@ -315,7 +323,7 @@ class _Ticks:
         slot = schedule.forward_tick(self.index, unit) % schedule.kept
         kept = jax.tree.map(lambda ring: jax.lax.dynamic_index_in_dim(ring, slot, 0, keepdims=False), carry.kept)
         rows = self.rows(unit.microbatch)
-        pull = self.with_kept(kept, {name: rows[name] for name in ("positions", "segment_ids")}, unit.chunk)
+        pull = self.with_kept(kept, self.side(rows), unit.chunk)
         dblocks, amax, dx_BTD, _ = pull((jnp.where(unit.real, dx_BTD, 0), unit.real.astype(jnp.float32)))
         first = schedule.backward(0, tick)
         embedded = first.real & (first.chunk == 0)
@@ -338,21 +346,28 @@ class _Ticks:
         """Add a gradient to its sum over microbatches."""
         return total + new.astype(self.gradient_dtype)
 
-    # The residuals of a pullback are its parts that differ between units; parameters and the rows of a microbatch are given to it again.
+    # What is kept of a pullback differs between units; parameters and the rows of a microbatch are given to it again.
 
     def to_keep(self, pull: Any) -> Tree:
-        x_position = 2  # of the arguments of `run`
-        return pull.args_res[x_position], {name: getattr(pull, name) for name in self.residuals}
+        x_position = 2  # of the arguments of `run_layers`
+        residuals = jax.tree.leaves(self.residuals(pull))
+        return pull.args_res[x_position], [leaf for leaf, view in zip(residuals, self.views, strict=True) if view is None]
 
-    @property
-    def residuals(self) -> list[str]:
-        """The attributes of a pullback that hold what its arguments do not: jax 0.12 has one more than 0.10."""
-        return [field.name for field in fields(self.pull) if field.name.endswith("_residuals")]
+    @staticmethod
+    def residuals(pull: Any) -> dict[str, Tree]:
+        """Return the attributes of a pullback that hold what its arguments do not: jax 0.12 has one more than 0.10."""
+        return {field.name: getattr(pull, field.name) for field in fields(pull) if field.name.endswith("_residuals")}
 
     def with_kept(self, kept: Tree, side: Batch, chunk: Any) -> Any:
         x_BTD = kept[0] if jax.tree.leaves(kept[0]) else jnp.zeros(())  # not needed, but it has a place
-        args = jax.tree.leaves((self.chunk(self.blocks, chunk), self.chunk(self.recent, chunk), x_BTD, side))
-        return replace(self.pull, args_res=args, **kept[1])
+        blocks = self.chunk(self.blocks, chunk)
+        args, parameters, others = (
+            jax.tree.leaves((blocks, self.chunk(self.recent, chunk), x_BTD, side)),
+            jax.tree.leaves(blocks),
+            iter(kept[1]),
+        )
+        leaves = [next(others) if view is None else view(parameters) for view in self.views]
+        return replace(self.pull, args_res=args, **jax.tree.unflatten(jax.tree.structure(self.residuals(self.pull)), leaves))
 
     # The step.
 
@@ -424,3 +439,28 @@ def ticks(first: int, end: int, body: Callable[[jax.Array, Any], Any], carry: An
     if first == end:
         return carry
     return jax.lax.fori_loop(first, jax.lax.optimization_barrier(jnp.int32(end)), body, carry)
+
+
+VIEWS = {"reshape", "squeeze", "slice", "transpose"}
+"""Names of primitives whose results cost nothing to have again, or a copy."""
+
+
+def view_of_inputs(jaxpr: Any, variable: Any, count: int) -> Callable[[Sequence[jax.Array]], jax.Array] | None:
+    """Return the function that makes a value of a traced program of its first `count` inputs; None where that takes more than VIEWS."""
+    steps: list[Any] = []
+    made_by = {output: equation for equation in jaxpr.eqns for output in equation.outvars}
+    while variable not in jaxpr.invars[:count]:
+        equation = None if isinstance(variable, Literal) else made_by.get(variable)
+        if equation is None or equation.primitive.name not in VIEWS:
+            return None
+        steps.append(equation)
+        variable = equation.invars[0]
+    position = jaxpr.invars.index(variable)
+
+    def view(inputs: Sequence[jax.Array]) -> jax.Array:
+        found = inputs[position]
+        for equation in reversed(steps):
+            found = equation.primitive.bind(found, **equation.params)
+        return found
+
+    return view

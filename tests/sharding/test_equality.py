@@ -279,6 +279,9 @@ def test_adapters_of_experts_equal_one_device(mesh):
     assert expected[0][0] == pytest.approx(reference(**EXPERTS)[0][0], rel=1e-6)
 
 
+KINDS = {"num_layers": 4, "sliding_window": 5, "full_attention_every": 2}
+
+
 @pytest.mark.parametrize(
     ("mesh", "accumulation", "model"),
     drawn(
@@ -291,6 +294,7 @@ def test_adapters_of_experts_equal_one_device(mesh):
             ),
             pytest.param(*({"pipeline": 2, "fsdp": 2, "expert": 2}, 2, EXPERTS), id="experts"),
             pytest.param(*({"pipeline": 2, "data": 2, "expert": 2}, 2, EXPERTS), id="experts, gradients summed over data once"),
+            pytest.param(*({"pipeline": 2, "fsdp": 2, "tensor": 2}, 4, KINDS), id="two kinds of layers"),
             pytest.param(*({"pipeline": 2, "data": 2, "fsdp": 2}, 4, {"optimizer": "muon"}), id="muon"),
             pytest.param(
                 *({"pipeline": 2, "data": 2, "fsdp": 2, "rules": {"batch": ["fsdp"], "mlp": ["data"], "act_mlp": ["data"]}}, 2, {}),
