@@ -83,12 +83,13 @@ class Turn:
         """Return the size of what the last turn kept, which is not yet in the stacks of all turns: that turn is not in the loop.
 
         Over tensor it is there before the loss (planner/recompute.py: saves_first), and without fsdp, as no weights are gathered for which
-        XLA would take the turn out of the loop.
+        XLA would take the turn out of the loop. So it is in a stage, which writes the stacks to a slot before its loss.
 
         saved_bytes: of all layers.
         """
-        several = self.overlap and self.local.model.layer_period > 1 and not self.local.saves_first and self.local.fsdp > 1
-        return self.local.model.layer_period * saved_bytes // self.local.model.num_layers if several else 0
+        local = self.local
+        several = self.overlap and local.model.layer_period > 1 and not local.saves_first and local.fsdp > 1 and local.pipeline == 1
+        return local.model.layer_period * saved_bytes // local.model.num_layers if several else 0
 
     @property
     def trained_weights(self) -> int:

@@ -29,7 +29,7 @@ from ridgeline.configs.schema import Config
 from ridgeline.models.loss import LossSums, loss_of
 from ridgeline.models.moe.router import RouterTotals
 from ridgeline.planner.pipeline import Schedule
-from ridgeline.sharding.manual import on_shards
+from ridgeline.sharding.manual import on_shards, row_major
 from ridgeline.sharding.partition import Partitioner
 from ridgeline.sharding.rules import PIPELINE_AXIS, Axes
 from ridgeline.sharding.stages import Stages
@@ -306,7 +306,8 @@ class _Ticks:
         rows = self.rows(unit.microbatch)
         (y_BTD, _), pull, totals = self.run(self.input(tick, carry.x_BTD), rows, unit.chunk)
         slot = tick % self.schedule.kept
-        kept = jax.tree.map(lambda ring, new: jax.lax.dynamic_update_index_in_dim(ring, new, slot, 0), carry.kept, self.to_keep(pull))
+        write = lambda ring, new: self.row_major(jax.lax.dynamic_update_index_in_dim(ring, new, slot, 0))  # noqa: E731
+        kept = jax.tree.map(write, carry.kept, self.to_keep(pull))
         router = carry.gradient.router
         if router is not None:
             router = self.into_chunk(lambda total, new: total + jnp.where(unit.real, new, 0), router, totals, unit.chunk)
@@ -357,6 +358,19 @@ class _Ticks:
     def residuals(pull: Any) -> dict[str, Tree]:
         """Return the attributes of a pullback that hold what its arguments do not: jax 0.12 has one more than 0.10."""
         return {field.name: getattr(pull, field.name) for field in fields(pull) if field.name.endswith("_residuals")}
+
+    def row_major(self, x: jax.Array) -> jax.Array:
+        """Return slots of streams in the order of their dims: XLA may transpose all slots between the loops over ticks.
+
+        Over tensor some streams are gathered, and which cannot be seen from the shape.
+        """
+        partitioner, stream = self.stage.partitioner, (*self.micro["tokens"].shape[1:], self.config.model.embed_dim)
+        spec, gathered = (partitioner.spec(("batch", seq, "act_embed")) for seq in ("residual_seq", "seq"))
+        if spec != gathered or x.shape[-len(stream) :] != stream:
+            return x
+        spec = PartitionSpec(*[None] * (x.ndim - len(stream)), *spec)
+        ordered: jax.Array = on_shards(partitioner, row_major, spec, spec)(x)
+        return ordered
 
     def with_kept(self, kept: Tree, side: Batch, chunk: Any) -> Any:
         x_BTD = kept[0] if jax.tree.leaves(kept[0]) else jnp.zeros(())  # not needed, but it has a place
