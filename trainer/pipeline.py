@@ -307,7 +307,8 @@ class _Ticks:
         (y_BTD, _), pull, totals = self.run(self.input(tick, carry.x_BTD), rows, unit.chunk)
         slot = tick % self.schedule.kept
         write = lambda ring, new: self.row_major(jax.lax.dynamic_update_index_in_dim(ring, new, slot, 0))  # noqa: E731
-        kept = jax.tree.map(write, carry.kept, self.to_keep(pull))
+        # Else XLA reads what the backward pass needs from the residuals and the slots before it, and both stay until the end of the tick.
+        kept = jax.lax.optimization_barrier(jax.tree.map(write, carry.kept, self.to_keep(pull)))
         router = carry.gradient.router
         if router is not None:
             router = self.into_chunk(lambda total, new: total + jnp.where(unit.real, new, 0), router, totals, unit.chunk)
@@ -322,7 +323,8 @@ class _Ticks:
             dx_BTD = jnp.where(self.last & (unit.chunk == schedule.chunks - 1), dloss_BTD, dx_BTD)
         # Residuals of a unit that is not real are those of another one, so that 0 times them is 0.
         slot = schedule.forward_tick(self.index, unit) % schedule.kept
-        kept = jax.tree.map(lambda ring: jax.lax.dynamic_index_in_dim(ring, slot, 0, keepdims=False), carry.kept)
+        read = lambda ring: jax.lax.dynamic_index_in_dim(self.row_major(ring), slot, 0, keepdims=False)  # noqa: E731
+        kept = jax.tree.map(read, carry.kept)
         rows = self.rows(unit.microbatch)
         pull = self.with_kept(kept, self.side(rows), unit.chunk)
         dblocks, amax, dx_BTD, _ = pull((jnp.where(unit.real, dx_BTD, 0), unit.real.astype(jnp.float32)))
@@ -365,8 +367,8 @@ class _Ticks:
         Over tensor some streams are gathered, and which cannot be seen from the shape.
         """
         partitioner, stream = self.stage.partitioner, (*self.micro["tokens"].shape[1:], self.config.model.embed_dim)
-        spec, gathered = (partitioner.spec(("batch", seq, "act_embed")) for seq in ("residual_seq", "seq"))
-        if spec != gathered or x.shape[-len(stream) :] != stream:
+        spec = partitioner.spec(("batch", "residual_seq", "act_embed"))
+        if partitioner.axis_size("residual_seq") > partitioner.axis_size("seq") or x.shape[-len(stream) :] != stream:
             return x
         spec = PartitionSpec(*[None] * (x.ndim - len(stream)), *spec)
         ordered: jax.Array = on_shards(partitioner, row_major, spec, spec)(x)
