@@ -170,7 +170,7 @@ compositions: $(VENV)/.installed-dev  ## all compositions of the mesh axes on 8 
 	  XLA_FLAGS=--xla_force_host_platform_device_count=$$devices COMPOSITIONS=12 $(BIN)/python -m pytest tests/sharding/test_compositions.py || exit; \
 	done
 
-bench-memory: $(VENV)/.installed-dev  ## planned against compiled memory on COUNT drawn configs (20 s each; ARGS=--experts or --long: rows over context)
+bench-memory: $(VENV)/.installed-dev  ## planned against compiled memory on COUNT drawn configs (20 s each; ARGS=--experts, --stages, or --long: rows over context)
 	$(BIN)/python benchmarks/plan_vs_compile.py --seed $(SEED) --count $(COUNT) --json runs/plan_vs_compile.json $(ARGS)
 
 # PYTHON is for the project's own environment; this one is Python 3.12.

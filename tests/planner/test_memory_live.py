@@ -107,6 +107,20 @@ OVER_DATA = [
 ]
 
 
+CHUNKED = ("mesh.pipeline_chunks=2", "optimizer.kind=sgd", "compute.loss_chunk=8192")
+IN_STAGES = [
+    # model, cluster, tokens of a row, rows, microbatches, mesh, further overrides
+    ("gpt2-xl", "dgx-h100", 8192, 64, 2, {"pipeline": 2, "fsdp": 4}, ["precision.gradients=bfloat16"]),
+    ("qwen2.5-32b", "mn5-acc", 2048, 512, 2, {"pipeline": 2, "fsdp": 32, "tensor": 2}, ["precision.gradients=bfloat16"]),
+    ("llama-3.1-70b", "dgx-h200", 4096, 64, 16, {"pipeline": 8, "data": 2, "fsdp": 2}, []),
+    ("mixtral-8x7b", "dgx-h200", 4096, 128, 2, {"pipeline": 2, "fsdp": 8, "expert": 2}, []),
+    ("olmo3-7b", "dgx-a100", 4096, 32, 8, {"pipeline": 2, "data": 4}, ["mesh.zero_stage=2", "precision.moments=int8"]),
+    ("gemma3-12b", "dgx-a100", 1024, 64, 8, {"pipeline": 2, "fsdp": 4, "tensor": 2}, ["compute.remat.policy=dots"]),
+    ("gemma3-12b", "dgx-h100", 4096, 32, 2, {"pipeline": 2, "fsdp": 8, "tensor": 8}, ["compute.remat.policy=none"]),
+    ("llama-2-7b", "dgx-b200", 2048, 1024, 2, {"pipeline": 2, "data": 4, "fsdp": 8}, [*CHUNKED, "compute.remat.policy=attention-only"]),
+]
+
+
 def row(model):
     return next(case for case in TABLE if case["config"] == model and math.prod(case["mesh"].values()) == AGAIN[model])
 
@@ -218,6 +232,24 @@ def test_updated_parameters_are_gathered_in_turn(number):
     assert largest <= max(updated) <= 1.6 * largest
     planned = memory_per_device(config, result.mesh, device=hardware(on.device))
     assert abs((result.argument_bytes + result.temp_bytes - heap.gap_bytes) / planned.compiled_bytes - 1) < 0.05
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", drawn(list(range(len(IN_STAGES))), 2))
+def test_stages_keep_what_is_planned_of_each_microbatch_in_flight(number):
+    """As compiled here and now: no parameters, no copy of the slots in another layout, and no residuals beside the slots they are in."""
+    model, name, length, rows, micro, mesh, more = IN_STAGES[number]
+    axes = (*(f"mesh.{axis}={size}" for axis, size in ({"fsdp": 1} | mesh).items()), f"trainer.accumulation={micro}")
+    shape = (f"data.seq_len={length}", f"model.max_seq_len={length}", f"data.batch_size={rows}", "data.document_masking=false")
+    config = load(f"models/{model}", (*shape, *axes, "precision.compute=bfloat16", "compute.remat.policy=full", *more)).config
+    on = load_cluster(name).config.model_copy(update={"nodes": None})
+    flags, level = run_flags(config, on.device)
+    nodes = math.prod(mesh.values()) // on.devices_per_node
+    result = compile_ahead(Request.on(config, on, nodes, xla_flags=flags, optimization_level=level))
+    assert result.heap is not None
+    planned = memory_per_device(config, result.mesh, device=hardware(on.device))
+    assert planned.argument_bytes == pytest.approx(result.argument_bytes, rel=5e-3)
+    assert abs((result.argument_bytes + result.temp_bytes - result.heap.gap_bytes) / planned.compiled_bytes - 1) < 0.05
 
 
 def test_the_sampler_draws_only_attention_that_the_model_can_use(monkeypatch):
