@@ -39,6 +39,8 @@ MARGINS = {
     "such layers with compute.tensor_overlap=ring": 0.20,
     "compute.remat.policy=offload": 0.05,
     "mesh.zero_stage=2": 0.02,
+    "mesh.pipeline": 0.10,
+    "stages of one or two layers": 0.10,
 }
 """Setting -> further fraction of the temporary bytes that is kept free, where compiled steps exceeded the plan by more than MARGIN
 (`make bench-memory`; table in docs/guides/planning.md)."""
@@ -172,6 +174,8 @@ def _margin(local: LocalSizes, temporary_bytes: int, gpu: bool) -> Component:
         "adapters of a model with experts": bool(local.adapted) and local.model.moe is not None,
         "compute.remat.policy=offload": config.compute.remat.offloads,
         "mesh.zero_stage=2": config.mesh.zero_stage == 2,
+        "mesh.pipeline": local.pipeline > 1,
+        "stages of one or two layers": local.pipeline > 1 and local.model.num_layers // config.mesh.pipeline_chunks <= 2,
     }
     used = {name: MARGINS[name] for name, applies in uses.items() if applies}
     share = MARGIN + sum(used.values())
