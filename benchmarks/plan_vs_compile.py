@@ -52,7 +52,6 @@ EXPERT_MODELS = [
     *("gpt-oss-20b", "gpt-oss-20b", "deepseek-v2-lite", "deepseek-v2-lite", "llama-4-scout-17b-16e"),
 ]
 LONG_MODELS = ["llama-3.1-8b", "llama-3.1-70b", "llama-3.2-3b", "qwen3-8b", "qwen3-32b", "mistral-nemo-12b", "qwen3-30b-a3b"]
-STAGED_MODELS = [*MODELS, *EXPERT_MODELS]
 CLUSTERS = {"dgx-h100": 4, "dgx-h200": 2, "dgx-a100": 2, "dgx-b200": 1, "mn5-acc": 2, "gb200-nvl72": 1}
 """Cluster -> how often it is drawn."""
 MATMULS = {"fp8": 2, "fp8_delayed": 2, "mxfp8": 1, "nvfp4": 1}
@@ -120,17 +119,15 @@ def draw(rng: random.Random, kind: str) -> dict[str, Any] | None:
     """Draw one config of a kind: dense, experts, long or stages; None where the draw breaks a rule of the schema."""
     cluster_name = chosen(rng, CLUSTERS)
     cluster = load_cluster(cluster_name).config
-    model, nodes = (
-        rng.choice({"dense": MODELS, "experts": EXPERT_MODELS, "long": LONG_MODELS, "stages": STAGED_MODELS}[kind]),
-        2 ** rng.randrange(0, 7),
-    )
+    model = rng.choice({"dense": MODELS, "experts": EXPERT_MODELS, "long": LONG_MODELS, "stages": [*MODELS, *EXPERT_MODELS]}[kind])
+    nodes = 2 ** rng.randrange(0, 7)
     devices = nodes * cluster.devices_per_node
     tensor = rng.choice([1, 1, 1, 1, 2, 4, 8])
     if devices % tensor or tensor > cluster.devices_per_node:
         return None
     data = 2 ** rng.randrange(0, 4) if rng.random() < 0.4 else 1
-    with_experts = model in EXPERT_MODELS
-    expert = rng.choice([1, 1, 2, 4, 8, 16]) if with_experts and kind != "long" else 1
+    routed = model in EXPERT_MODELS and kind != "long"
+    expert = rng.choice([1, 1, 2, 4, 8, 16]) if routed else 1
     contexts = {"experts": lambda: rng.choice([1, 1, 1, 2, 4]), "long": lambda: 2 ** rng.randrange(1, 6)}
     context = contexts.get(kind, lambda: 1)()
     pipeline, chunks = (rng.choice([2, 2, 4, 8]), rng.choice([1, 1, 2])) if kind == "stages" else (1, 1)
@@ -148,8 +145,7 @@ def draw(rng: random.Random, kind: str) -> dict[str, Any] | None:
     overrides = [f"data.seq_len={seq_len}", f"model.max_seq_len={max(seq_len, 1024)}", f"data.batch_size={batch}"]
     overrides += [f"trainer.accumulation={micro}", *(f"mesh.{axis}={size}" for axis, size in sizes.items())]
     overrides += [f"mesh.pipeline_chunks={chunks}"] * (chunks > 1)
-    knobs = KNOBS if kind in ("dense", "stages") else KNOBS | HALF_PACKED
-    knobs = knobs | (EXPERT_KNOBS if with_experts and kind != "long" else {})
+    knobs = KNOBS | (HALF_PACKED if kind in ("experts", "long") else {}) | (EXPERT_KNOBS if routed else {})
     for knob, options in (knobs | (CONTEXT_KNOBS if context > 1 else {})).items():
         picked = rng.choices([given for given, _ in options], [weight for _, weight in options])[0]
         if knob == "optimizer" and any("moments=int8" in other for other in overrides):

@@ -239,7 +239,7 @@ class Decoder(nnx.Module):
 
         unroll = execution.scan_unroll if execution.scan_layers else None
         slots = [jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), each) for each in stacked] if execution.in_order else None
-        scan = functools.partial(scan_layers, saves_first=execution.saves_first, parts_turns=execution.parts_turns)
+        scan = functools.partial(scan_layers, saves_first=execution.saves_first, splits_turns=execution.splits_turns)
         return scan(places, layers, functools.cache(block_of), x_BTD, unroll=unroll, slots=slots)
 
     def _attend_everywhere(self, positions_BT: jax.Array, segment_ids_BT: jax.Array | None) -> AttendWith:
@@ -301,7 +301,7 @@ def scan_layers(
     unroll: int | None = 1,
     slots: Sequence[Any] | None = None,
     saves_first: bool = False,
-    parts_turns: bool = False,
+    splits_turns: bool = False,
 ) -> tuple[Carry, Any]:
     """Run layers one after another: a scan over whole periods, in which each layer has its own kind, then the rest.
 
@@ -315,8 +315,8 @@ def scan_layers(
       slots: of each stack, arrays like the parameters of one layer; the backward passes of the layers of a turn, and of those of the rest,
         then follow each other (models/backward_order.py), and functions get (layer, slot or None) in place of the layer.
       saves_first: the backward pass of the scan begins when all that it saved is there (models/backward_order.py).
-      parts_turns: each layer of a turn has arrays of its own, cut out of those of all before the scan, which then saves no parameters where
-        nothing is recomputed; a scan over turns would save what a function chose of a turn.
+      splits_turns: each layer of a turn has arrays of its own, cut out of those of all before the scan, which then saves no parameters
+        where nothing is recomputed; a scan over turns would save what a function chose of a turn.
 
     Returns the carry and the results with a leading dim of all layers; layers whose result is None are left out (None: all of them).
     """
@@ -335,9 +335,9 @@ def scan_layers(
 
     if whole:
         per_turn = [places.stack[:period].count(stack) for stack in range(len(layers))]
-        parted = parts_turns and period > 1
+        split_up = splits_turns and period > 1
         turn = [
-            (at if parted else stack, run(places.windowed[at], stack, None if period == 1 or parted else places.index[at]))
+            (at if split_up else stack, run(places.windowed[at], stack, None if period == 1 or split_up else places.index[at]))
             for at, stack in enumerate(places.stack[:period])
         ]
 
@@ -354,7 +354,7 @@ def scan_layers(
             return jax.tree.map(lambda x: x[: all_turns * each].reshape(all_turns, each, *x.shape[1:]), layers[stack])
 
         scanned = list(layers) if period == 1 else list(map(turns, range(len(layers))))
-        if parted:
+        if split_up:
             places_in_turn = zip(places.stack[:period], places.index[:period], strict=True)
             scanned = [jax.tree.map(lambda x, at=at: x[:, at], scanned[stack]) for stack, at in places_in_turn]
         scan = functools.partial(jax.lax.scan, body, unroll=-(-(unroll or 1) // period))

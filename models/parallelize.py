@@ -53,7 +53,7 @@ class Execution:
     """The backward passes of the layers of a turn follow each other (models/backward_order.py)."""
     saves_first: bool = False
     """The backward pass of the loop over layers begins when all that it saved is there (models/backward_order.py)."""
-    parts_turns: bool = False
+    splits_turns: bool = False
     """The layers of a turn of the loop have arrays of their own, made before it (models/decoder.py: scan_layers)."""
 
     def after_norm(self, norm: Callable[[Any], Any], matmuls: Callable[[Any], Result], x_BTD: Any) -> Result:
@@ -152,5 +152,5 @@ def parallelize(
     ordered = in_order(model, compute, frozen=frozen)
 
     # 8. Scan over layers: one compiled block, applied num_layers times. A stage would keep what a layer chose of the parameters of a turn.
-    parted = shape["pipeline"] > 1 and not remat.recomputes_blocks
-    return Execution(partitioner, matmul, remat, attention, compute.scan_layers, compute.scan_unroll, experts, ordered, saved, parted)
+    splits = shape["pipeline"] > 1 and not remat.recomputes_blocks
+    return Execution(partitioner, matmul, remat, attention, compute.scan_layers, compute.scan_unroll, experts, ordered, saved, splits)

@@ -149,7 +149,7 @@ class StepMemory(InLoss, AfterLayers, FirstNarrowExperts, FirstExperts):
         layers = self.local.model.num_layers
         kept = self.saved.bytes // layers
         second_layer = self.local.config.compute.remat.policy in FROM_BLOCK_INPUTS
-        freed = 2 * kept if second_layer and not self.local.saves_first and self.local.pipeline == 1 else 0
+        freed = 2 * kept if second_layer and not self.local.saves_first else 0
         waits = second_layer and self.local.config.compute.remat.offloads and self.local.config.precision.eight_bit
         waits &= self.local.model.layer_period == 2 and not self.turn.reads_any_layout
         first = self.backward(layers=int(second_layer) + waits)

@@ -15,6 +15,7 @@ Legend: M microbatches, S stages, B rows of a microbatch, T tokens of a row, D e
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
@@ -213,9 +214,9 @@ class _Ticks:
         traced, outputs = jax.make_jaxpr(self.run_layers, return_shape=True)(*layers, self.no_stream(), self.side(self.rows(0)))
         _, self.pull, self.totals = outputs
         """The pullback of a stage and the totals of its routers, without values."""
-        variables = jax.tree.unflatten(jax.tree.structure(outputs), traced.jaxpr.outvars)[1]
-        self.views = [view_of_inputs(traced.jaxpr, v, len(jax.tree.leaves(blocks))) for v in jax.tree.leaves(self.residuals(variables))]
-        """How each residual that is a view of parameters follows from them; None: of the others."""
+        pull = jax.tree.unflatten(jax.tree.structure(outputs), traced.jaxpr.outvars)[1]
+        self.views = views_of_inputs(traced.jaxpr, jax.tree.leaves(self.residuals(pull)), len(jax.tree.leaves(blocks)))
+        """For each residual the function that makes it of the parameters, where it is a view of them, or None."""
 
     # The passes of a tick.
 
@@ -261,6 +262,7 @@ class _Ticks:
         return self.run_layers(self.chunk(self.blocks, chunk), self.chunk(self.recent, chunk), x_BTD, self.side(rows))
 
     def run_layers(self, blocks: Tree, recent: Tree, x_BTD: jax.Array, side: Batch) -> Any:
+        """As `run`, from the parameters of a chunk and their recent magnitudes."""
         run = lambda blocks, recent, x_BTD, side: self.stage.forward(blocks, recent, x_BTD, side, self.shared)  # noqa: E731
         return jax.vjp(run, blocks, recent, x_BTD, side, has_aux=True)
 
@@ -306,7 +308,7 @@ class _Ticks:
         rows = self.rows(unit.microbatch)
         (y_BTD, _), pull, totals = self.run(self.input(tick, carry.x_BTD), rows, unit.chunk)
         slot = tick % self.schedule.kept
-        write = lambda ring, new: self.row_major(jax.lax.dynamic_update_index_in_dim(ring, new, slot, 0))  # noqa: E731
+        write = lambda ring, new: self.in_one_layout(jax.lax.dynamic_update_index_in_dim(ring, new, slot, 0))  # noqa: E731
         # Else XLA reads what the backward pass needs from the residuals and the slots before it, and both stay until the end of the tick.
         kept = jax.lax.optimization_barrier(jax.tree.map(write, carry.kept, self.to_keep(pull)))
         router = carry.gradient.router
@@ -323,8 +325,7 @@ class _Ticks:
             dx_BTD = jnp.where(self.last & (unit.chunk == schedule.chunks - 1), dloss_BTD, dx_BTD)
         # Residuals of a unit that is not real are those of another one, so that 0 times them is 0.
         slot = schedule.forward_tick(self.index, unit) % schedule.kept
-        read = lambda ring: jax.lax.dynamic_index_in_dim(self.row_major(ring), slot, 0, keepdims=False)  # noqa: E731
-        kept = jax.tree.map(read, carry.kept)
+        kept = jax.tree.map(lambda ring: jax.lax.dynamic_index_in_dim(ring, slot, 0, keepdims=False), carry.kept)
         rows = self.rows(unit.microbatch)
         pull = self.with_kept(kept, self.side(rows), unit.chunk)
         dblocks, amax, dx_BTD, _ = pull((jnp.where(unit.real, dx_BTD, 0), unit.real.astype(jnp.float32)))
@@ -361,7 +362,7 @@ class _Ticks:
         """Return the attributes of a pullback that hold what its arguments do not: jax 0.12 has one more than 0.10."""
         return {field.name: getattr(pull, field.name) for field in fields(pull) if field.name.endswith("_residuals")}
 
-    def row_major(self, x: jax.Array) -> jax.Array:
+    def in_one_layout(self, x: jax.Array) -> jax.Array:
         """Return slots of streams in the order of their dims: XLA may transpose all slots between the loops over ticks.
 
         Over tensor some streams are gathered, and which cannot be seen from the shape.
@@ -377,13 +378,11 @@ class _Ticks:
     def with_kept(self, kept: Tree, side: Batch, chunk: Any) -> Any:
         x_BTD = kept[0] if jax.tree.leaves(kept[0]) else jnp.zeros(())  # not needed, but it has a place
         blocks = self.chunk(self.blocks, chunk)
-        args, parameters, others = (
-            jax.tree.leaves((blocks, self.chunk(self.recent, chunk), x_BTD, side)),
-            jax.tree.leaves(blocks),
-            iter(kept[1]),
-        )
+        parameters, others = jax.tree.leaves(blocks), iter(kept[1])
         leaves = [next(others) if view is None else view(parameters) for view in self.views]
-        return replace(self.pull, args_res=args, **jax.tree.unflatten(jax.tree.structure(self.residuals(self.pull)), leaves))
+        residuals = jax.tree.unflatten(jax.tree.structure(self.residuals(self.pull)), leaves)
+        args = jax.tree.leaves((blocks, self.chunk(self.recent, chunk), x_BTD, side))
+        return replace(self.pull, args_res=args, **residuals)
 
     # The step.
 
@@ -457,26 +456,32 @@ def ticks(first: int, end: int, body: Callable[[jax.Array, Any], Any], carry: An
     return jax.lax.fori_loop(first, jax.lax.optimization_barrier(jnp.int32(end)), body, carry)
 
 
-VIEWS = {"reshape", "squeeze", "slice", "transpose"}
-"""Names of primitives whose results cost nothing to have again, or a copy."""
+VIEWS = {"reshape", "squeeze", "slice"}
+"""Names of primitives that compute nothing."""
+View = Callable[[Sequence[jax.Array]], jax.Array]
 
 
-def view_of_inputs(jaxpr: Any, variable: Any, count: int) -> Callable[[Sequence[jax.Array]], jax.Array] | None:
-    """Return the function that makes a value of a traced program of its first `count` inputs; None where that takes more than VIEWS."""
-    steps: list[Any] = []
+def views_of_inputs(jaxpr: Any, values: Sequence[Any], count: int) -> list[View | None]:
+    """Return, for each value of a traced program, the function that makes it of the first `count` inputs; None where that is no view."""
     made_by = {output: equation for equation in jaxpr.eqns for output in equation.outvars}
-    while variable not in jaxpr.invars[:count]:
-        equation = None if isinstance(variable, Literal) else made_by.get(variable)
-        if equation is None or equation.primitive.name not in VIEWS:
-            return None
-        steps.append(equation)
-        variable = equation.invars[0]
-    position = jaxpr.invars.index(variable)
+    inputs = {variable: position for position, variable in enumerate(jaxpr.invars[:count])}
 
-    def view(inputs: Sequence[jax.Array]) -> jax.Array:
-        found = inputs[position]
-        for equation in reversed(steps):
-            found = equation.primitive.bind(found, **equation.params)
-        return found
+    def view_of(value: Any) -> View | None:
+        steps: list[Any] = []
+        while not isinstance(value, Literal) and value not in inputs:
+            equation = made_by.get(value)
+            if equation is None or equation.primitive.name not in VIEWS:
+                return None
+            steps.append(equation)
+            value = equation.invars[0]
+        return None if isinstance(value, Literal) else functools.partial(_replay, steps[::-1], inputs[value])
 
-    return view
+    return [view_of(value) for value in values]
+
+
+def _replay(steps: Sequence[Any], position: int, inputs: Sequence[jax.Array]) -> jax.Array:
+    """Apply the equations of a view to one of the inputs."""
+    found = inputs[position]
+    for equation in steps:
+        found = equation.primitive.bind(found, **equation.params)
+    return found

@@ -13,23 +13,16 @@ from jax._src.cudnn import fused_attention_stablehlo
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec
 
-from ridgeline.configs.schema import RematConfig
 from ridgeline.models.attention.dispatch import SelfAttention
 from ridgeline.models.attention.interface import AttentionRequest
 from ridgeline.planner.pipeline import Schedule
 from ridgeline.trainer.pipeline import pipeline_gradient
+from tests.models.test_backward_order import REMAT
 from tests.sampling import drawn
 from tests.sharding.test_equality import EXPERTS, make_batch, make_config, prepared
 
 LAYERS = 8
 MICROBATCHES = 4
-REMAT = {
-    "none": RematConfig(policy="none"),
-    "attention-only": RematConfig(policy="attention-only"),
-    "dots": RematConfig(policy="dots"),
-    "full": RematConfig(policy="full"),
-    "names": RematConfig(policy="names", names=["mlp_up"]),
-}
 MESHES = {
     "fsdp": {"fsdp": 4},
     "tensor": {"fsdp": 2, "tensor": 2},
@@ -61,7 +54,7 @@ def test_stages_keep_no_parameters(mesh, remat):
     """Both passes get them from the state: with a copy of them for each microbatch in flight a stage would need many times their memory."""
     model = EXPERTS if "experts" in mesh else {"sliding_window": 5, "full_attention_every": 2} if "kinds" in mesh else {}
     config = make_config(1, 1, 1, MICROBATCHES, num_layers=LAYERS, head_dim=12, **model)
-    changes = {"remat": REMAT[remat], "tensor_overlap": "ring" if mesh == "ring" else "none", "scan_layers": mesh != "no loop"}
+    changes = {"remat": REMAT[remat], "tensor_overlap": "ring" if mesh == "ring" else "gather", "scan_layers": mesh != "no loop"}
     compute = config.compute.model_copy(update=changes)
     sizes = {"pipeline": 2, **MESHES[mesh]}
     config = config.model_copy(update={"mesh": config.mesh.model_copy(update=sizes), "compute": compute})
