@@ -29,7 +29,7 @@ from ridgeline.configs.errors import UserError
 from ridgeline.models.matmul.dense import platform_of
 from ridgeline.models.matmul.fp8 import power_of_two
 from ridgeline.planner.hardware import check_block_scaled, find_hardware
-from ridgeline.sharding.manual import active, on_shards, reduce_gradient
+from ridgeline.sharding.manual import active, on_shards, reduce_gradient, row_major
 
 if TYPE_CHECKING:
     from ridgeline.sharding.partition import Partitioner
@@ -107,7 +107,14 @@ def matmul(partitioner: Partitioner, format: Format, equation: str, x: jax.Array
     A quantized w is used as it is; `format` must be mxfp8 then.
     """
     batch = partitioner.rules.mesh_axes("batch")
-    local = partial(_local, platform_of(partitioner), format, equation, (active(partitioner, batch), ()), x.dtype)
+    multiplied = partial(_local, platform_of(partitioner), format, equation, (active(partitioner, batch), ()), x.dtype)
+
+    def local(x: jax.Array, w: jax.Array | TensorScaled) -> jax.Array:
+        if partitioner.axis_size("embed") > 1:
+            return multiplied(x, w)
+        # Not gathered: XLA would transpose the parameters of all layers before the loop over microbatches or ticks.
+        return multiplied(x, w._replace(values=row_major(w.values)) if isinstance(w, TensorScaled) else row_major(w))
+
     if partitioner.mesh.size == 1:
         return local(x, w)
     run = on_shards(partitioner, local, in_specs=(PartitionSpec(batch), PartitionSpec()), out_specs=PartitionSpec(batch))

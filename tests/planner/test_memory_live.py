@@ -107,6 +107,7 @@ OVER_DATA = [
 ]
 
 
+SCALED = ("olmo3-7b", "llama-2-7b", "gemma2-2b")
 CHUNKED = ("mesh.pipeline_chunks=2", "optimizer.kind=sgd", "compute.loss_chunk=8192")
 IN_STAGES = [
     # model, cluster, tokens of a row, rows, microbatches, mesh, further overrides
@@ -118,6 +119,8 @@ IN_STAGES = [
     ("gemma3-12b", "dgx-a100", 1024, 64, 8, {"pipeline": 2, "fsdp": 4, "tensor": 2}, ["compute.remat.policy=dots"]),
     ("gemma3-12b", "dgx-h100", 4096, 32, 2, {"pipeline": 2, "fsdp": 8, "tensor": 8}, ["compute.remat.policy=none"]),
     ("llama-2-7b", "dgx-b200", 2048, 1024, 2, {"pipeline": 2, "data": 4, "fsdp": 8}, [*CHUNKED, "compute.remat.policy=attention-only"]),
+    ("olmo3-7b", "dgx-b200", 4096, 32, 4, {"pipeline": 2, "data": 4}, ["mesh.zero_stage=2", "precision.matmul=nvfp4"]),
+    ("llama-2-7b", "dgx-b200", 4096, 32, 4, {"pipeline": 2, "data": 4}, ["mesh.zero_stage=2", "precision.matmul=mxfp8"]),
 ]
 
 
@@ -232,6 +235,21 @@ def test_updated_parameters_are_gathered_in_turn(number):
     assert largest <= max(updated) <= 1.6 * largest
     planned = memory_per_device(config, result.mesh, device=hardware(on.device))
     assert abs((result.argument_bytes + result.temp_bytes - heap.gap_bytes) / planned.compiled_bytes - 1) < 0.05
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "matmul"), drawn([(m, of) for m in SCALED for of in ("nvfp4", "mxfp8")], 1))
+def test_block_scaled_matmuls_transpose_one_layer_at_a_time(model, matmul):
+    """Parameters on every device: XLA would transpose all of them, in float32, before the loop over microbatches."""
+    axes = ("mesh.data=8", "mesh.fsdp=1", "mesh.zero_stage=2", "trainer.accumulation=2", "data.batch_size=16", "data.seq_len=1024")
+    more = ("data.document_masking=false", "precision.compute=bfloat16", "compute.remat.policy=full", f"precision.matmul={matmul}")
+    config = load(f"models/{model}", (*axes, *more)).config
+    flags, level = run_flags(config, "b200")
+    result = compile_ahead(Request.on(config, load_cluster("dgx-b200").config, 1, xla_flags=flags, optimization_level=level))
+    assert result.heap is not None
+    module, stack = parse(result.hlo_text), config.model.num_layers * config.model.embed_dim * config.model.mlp_dim
+    live = result.heap.buffers(module, result.heap.peaks(module)["forward pass"])
+    assert not [each for each in live if each.dtype == "f32" and math.prod(each.dims) == stack]
 
 
 @pytest.mark.slow
