@@ -40,6 +40,7 @@ IN_FLIGHT, IN_FLIGHT_TENSOR = 3, 2
 """Collectives in flight: the second where tensor parallelism is above WIDEST_TENSOR devices."""
 DETERMINISTIC_OPS = "--xla_gpu_exclude_nondeterministic_ops"
 KERNEL_CHOICES = "--xla_gpu_per_fusion_autotune_cache_dir"
+DISABLED_PASSES = ("rematerialization", "all-gather-to-collective-permute-simplifier")
 
 
 @dataclass(frozen=True)
@@ -164,8 +165,11 @@ def _gpu(generation: str, config: Config) -> list[Setting]:
         settings.append(Setting("--xla_gpu_dot_merger_threshold_mb", "0", reason))
     if config.runtime.deterministic:
         settings += _deterministic(config)
-    reason = "compute.remat decides what is rematerialized; XLA's own pass would rematerialize more than planned"
-    settings.append(Setting("--xla_disable_hlo_passes", "rematerialization", reason))
+    reason = (
+        "compute.remat decides what is rematerialized, XLA would rematerialize more than planned; the other pass puts zeros in place "
+        "of what a device gathers and slices back (openxla/xla pull request 45218)"
+    )
+    settings.append(Setting("--xla_disable_hlo_passes", ",".join(DISABLED_PASSES), reason))
     return settings
 
 

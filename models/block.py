@@ -44,6 +44,8 @@ class Block(nnx.Module):
         with jax.named_scope("attention"):
             update_BTD = self.attention(x_BTD, self.attention_norm or _unchanged, rotary, segment_ids_BT, attend_with)
             x_BTD += (self.attention_post_norm or _unchanged)(self._residual(update_BTD, "attention_out"))
+            if self.mlp_norm is None:  # gathered as it is; XLA would cut the residual stream out of that again
+                x_BTD = self.partitioner.constrain(x_BTD, "batch", "residual_seq", "act_embed")
         x_BTD, sums = self.remat.wrap_mlp(self._add_mlp)(x_BTD)
         if isinstance(self.mlp, MixtureOfExperts):
             self.mlp.set_sums(sums)
