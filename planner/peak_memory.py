@@ -160,9 +160,7 @@ class StepMemory(InLoss, AfterLayers, FirstNarrowExperts, FirstExperts):
         keeps_mlp = not {"gate", "up"} & recomputed(self.local.model, self.local.config.compute.remat).weights
         if (self.local.saves_first and keeps_mlp) or not (self.turn.left_over or self.pipelines_twice):
             return first
-        # over tensor, in a loop of microbatches, one layer more has its weight gradients when a block's input comes from host memory
-        plain = self.in_loop and self.local.tensor > 1 and not self.local.config.precision.eight_bit
-        second = self.backward(layers=self.turn.pending + 1 - (plain and offloads_inputs(self.local)))
+        second = self.backward(layers=self.turn.pending + 1)
         second |= {"activations": replace(self.saved, bytes=kept * (layers - self.turn.left_over))}
         second |= of_turn if self.pipelines_twice else {}
         return max(first, second, key=lambda parts: sum(part.bytes for part in parts.values()))

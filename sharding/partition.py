@@ -98,8 +98,9 @@ class Partitioner:
 
     @property
     def in_stage(self) -> Partitioner:
-        """Return the partitioner of a pipeline stage: without the axes over which it is manual."""
-        return replace(self, rules=self.rules.excluding(self.stage_axes), zero_stage=0)
+        """Return the partitioner of a pipeline stage: without the axes over which it is manual, and without sums over `data`."""
+        zero_stage = self.zero_stage if self.mesh.shape[PIPELINE_AXIS] == 1 else 0
+        return replace(self, rules=self.rules.excluding(self.stage_axes), zero_stage=zero_stage)
 
     def batch_sharding(self, name: str = "tokens") -> NamedSharding:
         """Return the sharding of an array [B, T, ...] of a batch."""

@@ -311,7 +311,9 @@ def _weight_gradient(matmul: Matmul, equation: str, axes: LogicalAxes, x: jax.Ar
     if "rank" in axes:
         # Replicated over tensor: XLA would compute a part on each of its devices, and permute the parts to the shards of fsdp.
         dw = matmul.partitioner.constrain(dw, *(None if axis == "embed" else axis for axis in axes))
-    return matmul.partitioner.constrain(dw, *axes)
+    dw = matmul.partitioner.constrain(dw, *axes)
+    # Layers in order would wait for gradients that are summed over data, not scattered (models/backward_order.py).
+    return matmul.partitioner.of_state.constrain(dw, *axes)
 
 
 # The lookup and its reductions are written by hand (sharding/manual.py): XLA would communicate the whole table when its rows are sharded.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ridgeline.configs.remat import POLICIES
 from ridgeline.planner.collectives.adapters import adapters
 from ridgeline.planner.collectives.experts import experts
 from ridgeline.planner.collectives.planned import PlannedCollective, StepSizes
@@ -16,7 +17,7 @@ from ridgeline.planner.parameters import (
     layer_norms,
     mlp_matmul_parameters,
 )
-from ridgeline.planner.recompute import recomputed_by
+from ridgeline.planner.recompute import in_order, recomputed_by
 
 
 def in_layer(step: StepSizes) -> list[PlannedCollective]:
@@ -69,15 +70,18 @@ def _low_rank_queries(step: StepSizes) -> bool:
 def _all_head_norms(step: StepSizes) -> list[PlannedCollective]:
     """Return what norms over all heads of queries and keys add: sums over the heads of each token, and gradients of their scales.
 
-    The backward pass computes the sums of squares again and sums the products with the gradient.
+    The backward pass computes the sums of squares again and sums the products with the gradient. Where layers in order are recomputed XLA
+    does not see that the norm's own recomputation is the same: it sums the squares twice.
     """
     if not step.model.qk_norm or step.model.qk_norm_dims != "all_heads":
         return []
     sums = step.tokens * 4
     tensor, scales = step.over("tensor"), head_norms(step.model) // step.tensor * 4
+    compute = step.config.compute
+    twice = in_order(step.model, compute, frozen=step.frozen) and POLICIES[compute.remat.policy].recomputes_block
     planned = [step.item(f"sums of {what} norms", "forward", "all-reduce", tensor, sums) for what in ("query", "key")]
     planned += [
-        replace(step.item(f"sums of {what} norms", "backward", "all-reduce", tensor, sums), count=2 * step.layers)
+        replace(step.item(f"sums of {what} norms", "backward", "all-reduce", tensor, sums), count=(2 + twice) * step.layers)
         for what in ("query", "key")
     ]
     groups = () if step.frozen else (step.over("data", "fsdp", "expert"), step.over("context"))

@@ -1,4 +1,4 @@
-"""The plan's collectives against the compiled GPU module: bytes of every kind over every set of axes, of a sample of 24 layouts."""
+"""The plan's collectives against the compiled GPU module: bytes of every kind over every set of axes, of a sample of 43 cases."""
 
 import math
 from functools import cache
@@ -55,6 +55,8 @@ EXPERT_LAYOUTS = {
     "tensor2-expert4": ("mesh.expert=4", "mesh.tensor=2", "compute.remat.policy=none"),
     "fsdp2-tensor2-expert2-gather": ("mesh.fsdp=2", "mesh.tensor=2", "mesh.expert=2", "compute.experts.exchange=gather"),
 }
+OF_TURNS = ("fsdp8-dots", "data4-tensor2", "fsdp4-tensor2", "data4-fsdp4", "data8-zero", "data2-fsdp2-tensor2-zero")
+"""Of models with several kinds of layers."""
 ACCIDENT = "an MLP that nobody cuts"
 LAYOUTS_OF = {
     "llama": (
@@ -76,6 +78,7 @@ SCALARS_BYTES = 1024
 CASES = [
     *((family, one) for family, layouts in LAYOUTS_OF.items() for one in layouts if one != ACCIDENT),
     *(("experts", one) for one in EXPERT_LAYOUTS),
+    *((family, one) for family in ("gemma2", "olmo3") for one in OF_TURNS),
 ]
 """Family and layout."""
 SAMPLE = drawn(CASES, 2)

@@ -11,16 +11,20 @@ SHAPES = {
     "qwen3": ("models/qwen3-0.6b", "num_layers=2", "embed_dim=512", "num_heads=8", "num_kv_heads=4", "head_dim=128", "mlp_dim=1024"),
     "gpt2": ("models/gpt2", "num_layers=2", "embed_dim=512", "num_heads=8", "mlp_dim=2048", "max_seq_len=512"),
 }
-EXPERTS = (
-    *("models/qwen3-30b-a3b", "num_layers=2", "embed_dim=512", "num_heads=8", "num_kv_heads=4", "head_dim=128"),
-    *("moe.experts=16", "moe.experts_per_token=2", "moe.expert_dim=256"),
-)
-"""A small model with experts, shaped as the others."""
+OTHERS = {
+    "experts": (
+        *("models/qwen3-30b-a3b", "num_layers=2", "embed_dim=512", "num_heads=8", "num_kv_heads=4", "head_dim=128"),
+        *("moe.experts=16", "moe.experts_per_token=2", "moe.expert_dim=256"),
+    ),
+    "gemma2": ("models/gemma2-2b", "num_layers=6", "embed_dim=512", "num_heads=4", "num_kv_heads=2", "head_dim=128", "mlp_dim=1024"),
+    "olmo3": ("models/olmo3-7b", "num_layers=8", "embed_dim=512", "num_heads=4", "num_kv_heads=4", "head_dim=128", "mlp_dim=1024"),
+}
+"""Small models with experts, or with several kinds of layers."""
 
 
 def small(family, *overrides):
     """A small model of a family; tied embeddings and what else makes the family are kept."""
-    base, *shape = SHAPES.get(family, EXPERTS)
+    base, *shape = (SHAPES | OTHERS)[family]
     settings = [f"model.{setting}" for setting in shape] + ["model.vocab_size=8192"]
     return load(base, (*settings, *COMMON, *overrides)).config
 
