@@ -204,8 +204,9 @@ class Decoder(nnx.Module):
         dropout_key: jax.Array | None = None,
     ) -> tuple[jax.Array, RouterSums | None]:
         """Run the layers of some stacks (`runs`), of which the first is layer `first`; return the sums of the layers with experts."""
-        model, execution = self.model, self.execution
+        model = self.model
         places = LayerPlaces.of(model, first, stacks)
+        execution = self.execution.for_layers(places.count)
         structures, stacked = zip(*map(nnx.split, stacks), strict=True)
         keys = None if dropout_key is None else jax.random.split(jax.random.fold_in(dropout_key, first), places.count)
         layers = [
