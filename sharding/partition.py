@@ -127,6 +127,14 @@ class Partitioner:
         spec = self.spec(axes, x.shape, "activation")
         return x if self.mesh.size == 1 else jax.lax.with_sharding_constraint(x, NamedSharding(self.current_mesh, spec))
 
+    def constrain_gradient(self, dw: jax.Array, *axes: str | None) -> jax.Array:
+        """Constrain the gradient of a parameter where it is computed: as the parameter and, from ZeRO stage 2 on, over `data` too.
+
+        In two steps, so that it is reduce-scattered over fsdp inside of nodes first. Layers in order would else wait for gradients that are
+        summed over `data`, not scattered (models/backward_order.py).
+        """
+        return self.of_state.constrain(self.constrain(dw, *axes), *axes)
+
     def gather_param(self, w: jax.Array, *axes: str | None) -> jax.Array:
         """Return a parameter gathered over `fsdp` (ZeRO stage 3) and still sharded over `tensor`; its gradient is sharded over both."""
         sharded = self.spec(axes, w.shape, "parameter")

@@ -148,7 +148,7 @@ def _matmul_reduce_scatter(matmul: Matmul, equations: Sequence[str], axes: Axes,
 
 def _weight_gradient(matmul: Matmul, equation: str, axes: tuple[str, ...], x: jax.Array, dy: jax.Array, w: jax.Array) -> jax.Array:
     dw = jnp.einsum(weight_equation(equation), x, dy, preferred_element_type=matmul.gradient_dtype)
-    return matmul.partitioner.constrain(dw, *axes).astype(w.dtype)
+    return matmul.partitioner.constrain_gradient(dw, *axes).astype(w.dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))

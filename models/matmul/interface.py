@@ -304,16 +304,15 @@ def _input_gradient(matmul: Matmul, equation: str, dy: jax.Array, w: Any) -> jax
 def _weight_gradient(matmul: Matmul, equation: str, axes: LogicalAxes, x: jax.Array, dy: jax.Array) -> jax.Array:
     equation, dtype = weight_equation(equation), matmul.gradient_dtype
     if matmul.block_format is not None:
-        return block_scaled.weight_gradient(matmul.partitioner, block_scaled.GRADIENTS, equation, axes, x, dy, dtype)
+        dw = block_scaled.weight_gradient(matmul.partitioner, block_scaled.GRADIENTS, equation, axes, x, dy, dtype)
+        return matmul.partitioner.constrain_gradient(dw, *axes)
     # a latent is computed where the residual stream is, and so are some of the narrow vectors of adapters
     tokens = "residual_seq" if {"latent", "stream", "rank"} & set(axes) else "seq"
     dw = dense.weight_gradient(matmul.partitioner, equation, x, dy, dtype, tokens)
     if "rank" in axes:
         # Replicated over tensor: XLA would compute a part on each of its devices, and permute the parts to the shards of fsdp.
         dw = matmul.partitioner.constrain(dw, *(None if axis == "embed" else axis for axis in axes))
-    dw = matmul.partitioner.constrain(dw, *axes)
-    # Layers in order would wait for gradients that are summed over data, not scattered (models/backward_order.py).
-    return matmul.partitioner.of_state.constrain(dw, *axes)
+    return matmul.partitioner.constrain_gradient(dw, *axes)
 
 
 # The lookup and its reductions are written by hand (sharding/manual.py): XLA would communicate the whole table when its rows are sharded.

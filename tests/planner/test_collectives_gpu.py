@@ -1,4 +1,4 @@
-"""The plan's collectives against the compiled GPU module: bytes of every kind over every set of axes, of a sample of 43 cases."""
+"""The plan's collectives against the compiled GPU module: bytes of every kind over every set of axes, of a sample of 47 cases."""
 
 import math
 from functools import cache
@@ -55,7 +55,11 @@ EXPERT_LAYOUTS = {
     "tensor2-expert4": ("mesh.expert=4", "mesh.tensor=2", "compute.remat.policy=none"),
     "fsdp2-tensor2-expert2-gather": ("mesh.fsdp=2", "mesh.tensor=2", "mesh.expert=2", "compute.experts.exchange=gather"),
 }
-OF_TURNS = ("fsdp8-dots", "data4-tensor2", "fsdp4-tensor2", "data4-fsdp4", "data8-zero", "data2-fsdp2-tensor2-zero")
+MATMUL_LAYOUTS = {
+    "data8-zero-mxfp8": ("mesh.data=8", "mesh.zero_stage=2", "precision.matmul=mxfp8"),
+    "data4-tensor2-zero-ring": ("mesh.data=4", "mesh.tensor=2", "mesh.zero_stage=2", "compute.tensor_overlap=ring"),
+}
+OF_TURNS = ("fsdp8-dots", "data4-tensor2", "fsdp4-tensor2", "data4-fsdp4", "data8-zero", "data2-fsdp2-tensor2-zero", *MATMUL_LAYOUTS)
 """Of models with several kinds of layers."""
 ACCIDENT = "an MLP that nobody cuts"
 LAYOUTS_OF = {
@@ -87,9 +91,12 @@ STAGES = "pipeline2-fsdp2-tensor2"
 
 def request(family, layout):
     """As many nodes of eight devices as the mesh has devices for."""
-    overrides = ("mesh.fsdp=4", "mesh.tensor=2", "mesh.rules.mlp=[]") if layout == ACCIDENT else (LAYOUTS | EXPERT_LAYOUTS)[layout]
+    overrides = (
+        ("mesh.fsdp=4", "mesh.tensor=2", "mesh.rules.mlp=[]") if layout == ACCIDENT else (LAYOUTS | EXPERT_LAYOUTS | MATMUL_LAYOUTS)[layout]
+    )
     config = small(family, *overrides)
-    return Request.on(config, cluster(), math.prod(config.mesh.sizes.values()) // 8, xla_flags=QUICK)
+    device = "b200" if config.precision.block_scaled else "h100-sxm"
+    return Request.on(config, cluster(device), math.prod(config.mesh.sizes.values()) // 8, xla_flags=QUICK)
 
 
 @cache
