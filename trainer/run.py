@@ -228,21 +228,22 @@ class _Session:
         """Train, and close the event log whatever happens."""
         config, run, events, progress, process = self.config, self.run, self.events, self.progress, jax.process_index()
         try:
-            self.stop.share(coordination_client(), process, jax.process_count(), f"{run.id}.{run.restart}")
-            self.watchdog = self._watch()
-            programs = open_program_cache(config, self.parts.mesh, progress.note)
-            self.compiler = CompilerWatch(events, progress.note, compile_in_parts if programs is None else programs.compile)
-            check = self.compiler.program(jax.jit(all_finite), "all_finite")
-            self.checkpointer = Checkpointer(
-                run.checkpoints,
-                config.checkpoint,
-                events=events,
-                log=progress.note,
-                check=check,
-                guard=run.lease.check,
-                copies=self._open_copies(),
-                local=self._open_local_tier(),
-            )
+            with events.phase("setup"):
+                self.stop.share(coordination_client(), process, jax.process_count(), f"{run.id}.{run.restart}")
+                self.watchdog = self._watch()
+                programs = open_program_cache(config, self.parts.mesh, progress.note)
+                self.compiler = CompilerWatch(events, progress.note, compile_in_parts if programs is None else programs.compile)
+                check = self.compiler.program(jax.jit(all_finite), "all_finite")
+                self.checkpointer = Checkpointer(
+                    run.checkpoints,
+                    config.checkpoint,
+                    events=events,
+                    log=progress.note,
+                    check=check,
+                    guard=run.lease.check,
+                    copies=self._open_copies(),
+                    local=self._open_local_tier(),
+                )
             try:
                 outcome = self._train()
             except jax.errors.JaxRuntimeError:
@@ -335,12 +336,14 @@ class _Session:
             if config.preference.loss is not None:
                 in_thread(lambda: self._reference(state))
             if jax.process_index() == 0:
-                self._keep_tokenizer(start_step)
+                with self.events.phase("setup"):
+                    self._keep_tokenizer(start_step)
             with self.progress.phase("compiling the train step"), self.watchdog.phase("compile", deadlines.compile_s):
                 train_step, norm = in_thread(self._compile)
             self.step = train_step
-            self._record_plan(train_step)
-            self._log_model()
+            with self.events.phase("setup"):
+                self._record_plan(train_step)
+                self._log_model()
         with self.events.phase("setup"):
             waiting = "waiting for the other processes to compile"
             with self.progress.phase(waiting, live_only=True), self.watchdog.phase(waiting, deadlines.compile_s):
@@ -375,7 +378,9 @@ class _Session:
     def _first_state(self) -> tuple[TrainState, int]:
         """Return the restored state or the initial one, and its step."""
         config, parts, checkpointer = self.config, self.parts, self.checkpointer
-        if checkpointer.has_local() or (checkpointer.has_checkpoints() and not holds_only_params(checkpointer)):
+        with self.events.phase("setup"):
+            resumes = checkpointer.has_local() or (checkpointer.has_checkpoints() and not holds_only_params(checkpointer))
+        if resumes:
             return self._restore()
         with self.progress.phase("creating the parameters", live_only=True), self.events.phase("init"):
             state = self.compiler.program(parts.make_state, "init")()
@@ -409,8 +414,8 @@ class _Session:
         with self.progress.phase("restoring the checkpoint", live_only=True), self.events.phase("restore") as record:
             state, metadata = self.checkpointer.restore(self.parts.abstract, self.from_step)
             record["step"], record["tier"] = metadata["step"], self.checkpointer.restored_from
-        check_same_tokenizer(metadata.get("tokenizer"), self.tokenizer.sha256, str(self.checkpointer.directory))
-        check_restored(metadata, self.config, self.corpora, self.progress.note)
+            check_same_tokenizer(metadata.get("tokenizer"), self.tokenizer.sha256, str(self.checkpointer.directory))
+            check_restored(metadata, self.config, self.corpora, self.progress.note)
         self.restored = metadata
         where = "" if self.checkpointer.restored_from == "shared" else f" on the nodes ({self.checkpointer.restored_from})"
         self.progress.note(f"resuming from the checkpoint of step {metadata['step']}{where}")
@@ -537,24 +542,24 @@ class _Session:
             spikes.check = None if corruption is None else corruption.check
             hooks = self._hooks(monitoring, spikes, corruption)
 
-        def put(rows: Mapping[str, np.ndarray]) -> Batch:
-            batch, limited = to_global(rows, self.parts.partitioner), self.config.loss_spikes.policy == "skip"
-            return with_loss_limit(batch, spikes.next_limit(), self.parts.partitioner) if limited else batch
+            def put(rows: Mapping[str, np.ndarray]) -> Batch:
+                batch, limited = to_global(rows, self.parts.partitioner), self.config.loss_spikes.policy == "skip"
+                return with_loss_limit(batch, spikes.next_limit(), self.parts.partitioner) if limited else batch
 
-        self.loop = Loop(
-            config=self.config.trainer,
-            train_step=train_step if corruption is None else corruption.step,
-            param_norm=norm,
-            put=put,
-            loader=loader,
-            stop=self.stop,
-            events=self.events,
-            timer=monitoring.recorder.timer,
-            hooks=hooks,
-        )
-        self.compiler.start()
-        self.watchdog.step(None)
-        self.progress.start(start_step)
+            self.loop = Loop(
+                config=self.config.trainer,
+                train_step=train_step if corruption is None else corruption.step,
+                param_norm=norm,
+                put=put,
+                loader=loader,
+                stop=self.stop,
+                events=self.events,
+                timer=monitoring.recorder.timer,
+                hooks=hooks,
+            )
+            self.compiler.start()
+            self.watchdog.step(None)
+            self.progress.start(start_step)
         settle = self.checkpointer.wait
         try:
             outcome = self.loop.run(state, start_step)

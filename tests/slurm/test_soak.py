@@ -122,7 +122,12 @@ def explained(ledger: Ledger, took_s: float) -> None:
     # a preemption after the last step costs a start that finds the run complete and writes no event
     assert -10 < took_s - ledger.wall_s < 60, (ledger.wall_s, took_s)
     print("ledger: " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in ledger.seconds.items() if seconds >= 0.05))
-    assert ledger.seconds["unexplained"] < 1.0 * ledger.starts
+    gaps = [
+        f"{gap.duration_s:.2f} s between {before.category} and {after.category} of start {gap.restart + 1}"
+        for before, gap, after in zip(ledger.stretches, ledger.stretches[1:], ledger.stretches[2:], strict=False)
+        if gap.category == "unexplained" and gap.duration_s > 0.1
+    ]
+    assert ledger.seconds["unexplained"] < 1.0 * ledger.starts, gaps
 
 
 def flat(run: soak.Soak) -> None:

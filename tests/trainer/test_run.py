@@ -35,7 +35,9 @@ from ridgeline.rundir.metrics import metric
 from ridgeline.rundir.phases import phases
 from ridgeline.rundir.recompilation import recompilations
 from ridgeline.rundir.startup import startup_parts
+from ridgeline.trainer import run as run_module
 from ridgeline.trainer.checkpoint import integrity
+from ridgeline.trainer.checkpoint.checkpointer import Checkpointer
 from ridgeline.trainer.failures import NumericalFailure
 from ridgeline.trainer.loop import Loop
 from ridgeline.trainer.pretrained import load_model
@@ -313,6 +315,41 @@ def test_events_account_for_the_phases_of_a_run(whole: tuple[Config, dict[int, f
     assert records[0]["train_startup/total_s"] == pytest.approx(sum(parts.values()))
     programs = {"init", "train_step", "param_norm", "evaluation_step", "all_finite"}
     assert {p.fields["program"] for p in phases(first) if p.name == "compile"} == programs
+
+
+def test_what_is_slow_before_the_first_step_is_in_a_phase(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine or storage anything may take seconds: the ledger must not leave them unexplained."""
+    wait_s, waited = 0.7, list[str]()
+
+    def slow(owner: Any, name: str) -> None:
+        real = getattr(owner, name)
+
+        def after_a_while(*args: Any, **settings: Any) -> Any:
+            waited.append(name)
+            time.sleep(wait_s)
+            return real(*args, **settings)
+
+        monkeypatch.setattr(owner, name, after_a_while)
+
+    config = make_config(corpus, tmp_path / "runs", trainer={"steps": 2, "log_every": 1})
+    run(config)
+    places = [
+        "open_program_cache",
+        "Checkpointer",
+        "check_restored",
+        "keep_tokenizer",
+        "describe_mesh",
+        "build_loader",
+        "watch_loss_spikes",
+        "Loop",
+    ]
+    for name in places:
+        slow(run_module, name)
+    slow(Checkpointer, "has_checkpoints")
+    run(config.model_copy(update={"trainer": config.trainer.model_copy(update={"steps": 4})}))
+    ledger = run_ledger(read_events(event_file(config.directory, 0)))
+    assert {*places, "has_checkpoints"} == set(waited)
+    assert ledger.seconds["unexplained"] < wait_s
 
 
 def test_a_second_start_compiles_nothing_and_trains_bitwise_as_the_first(
