@@ -88,8 +88,9 @@ class Composition:
 
     @property
     def model(self) -> dict:
-        """The settings of its model. XLA unrolls the loop of a stage with one layer, and moves its gathers out of the loop of ticks."""
-        layers = {"num_layers": 2 * self.mesh["pipeline"] * self.chunks}
+        """The settings of its model. Stages of one or two layers have no loop over them: XLA's CPU backend moves their gathers out of the
+        loop of ticks (its GPU backend does not: tests/planner/test_collectives_gpu.py)."""
+        layers = {"num_layers": 3 * self.mesh["pipeline"] * self.chunks}
         heads = {} if self.experts else {"num_kv_heads": 4 if self.mesh["context"] * self.mesh["tensor"] <= 4 else 8}
         return layers | heads | (EXPERTS if self.experts else {})
 
