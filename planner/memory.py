@@ -75,7 +75,12 @@ class MemoryEstimate:
     @property
     def compiled_bytes(self) -> int:
         """Arguments plus temporaries: what the compiler reports for the step."""
-        return self.total_bytes - self.reserve_bytes - self.components["margin"].bytes
+        return self.total_bytes - self.reserve_bytes - self.margin_bytes
+
+    @property
+    def margin_bytes(self) -> int:
+        """Memory that is kept free because compiled sizes differ from planned ones."""
+        return self.components["margin"].bytes
 
     @property
     def reserve_bytes(self) -> int:

@@ -19,6 +19,7 @@ from ridgeline.planner.economics import Spot, price_text
 from ridgeline.planner.experts import exchange_method
 from ridgeline.planner.hardware import hardware
 from ridgeline.planner.layouts import dividing_nodes
+from ridgeline.planner.memory import MemoryEstimate
 from ridgeline.planner.overlap import Communication
 from ridgeline.planner.ranges import Range, step_range
 from ridgeline.planner.scaling import ScalingRow, scaling_table, worth_until
@@ -35,6 +36,12 @@ EXPERTS_COMPILED_ABOVE = 0.7
 """As COMPILED_ABOVE, for trained experts: of 60 drawn steps that no term had seen, one needed 34 % more than plan and margin."""
 MOST_COMPILED = 6
 """Layouts that are compiled at most until one fits."""
+
+
+def planned_and_compiled(memory: MemoryEstimate, needed_bytes: int) -> str:
+    """Return both as text; the plan has a margin, which the compiled step does not need."""
+    margin = f"{memory.margin_bytes / 1e9:.1f} of them margin"
+    return f"{memory.total_bytes / 1e9:.1f} GB planned, {margin}, {needed_bytes / 1e9:.1f} GB compiled"
 
 
 @dataclass(frozen=True)
@@ -58,11 +65,10 @@ class Compilation:
         """Planned and compiled bytes, and whether they fit."""
         memory, layout = self.candidate.memory, self.candidate.layout
         name = f"{layout.text()}, {layout.accumulation} x, {layout.remat.policy}"
-        planned = f"{memory.total_bytes / 1e9:.1f} GB planned"
         if self.needed_bytes is None:
-            return f"{name}: {planned}; not compiled: {self.problem}"
+            return f"{name}: {memory.total_bytes / 1e9:.1f} GB planned; not compiled: {self.problem}"
         verdict = "fits" if self.fits else "does not fit"
-        return f"{name}: {planned}, {self.needed_bytes / 1e9:.1f} GB compiled: {verdict} in {self.capacity_bytes / 1e9:.1f} GB"
+        return f"{name}: {planned_and_compiled(memory, self.needed_bytes)}: {verdict} in {self.capacity_bytes / 1e9:.1f} GB"
 
 
 Compiler = Callable[[Candidate], int]
@@ -374,6 +380,7 @@ def _compilation_json(compilation: Compilation) -> dict[str, Any]:
         "accumulation": candidate.layout.accumulation,
         "remat": candidate.layout.remat.policy,
         "planned_bytes": candidate.memory.total_bytes,
+        "margin_bytes": candidate.memory.margin_bytes,
         "compiled_bytes": compilation.needed_bytes,
         "fits": compilation.fits,
         "problem": compilation.problem,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ridgeline.configs.format import plural
-from ridgeline.planner.plan import Plan
+from ridgeline.planner.plan import Plan, planned_and_compiled
 from ridgeline.planner.search import Candidate
 
 GB = 1e9
@@ -32,7 +32,7 @@ def _fits(plan: Plan) -> str:
     layout = best.layout
     microbatches = "1 microbatch" if layout.accumulation == 1 else f"{layout.accumulation} microbatches"
     compiled = plan.compiled[-1].needed_bytes if plan.compiled and plan.compiled[-1].candidate is best else None
-    memory = f"{best.memory.total_bytes / GB:.1f} GB planned" + ("" if compiled is None else f", {compiled / GB:.1f} GB compiled")
+    memory = f"{best.memory.total_bytes / GB:.1f} GB planned" if compiled is None else f"{planned_and_compiled(best.memory, compiled)},"
     where = f"{plural(best.nodes, 'node')} of {plan.cluster.name} ({plural(best.step.devices, 'device')})"
     how = f"{layout.text()} with {microbatches} of {plural(best.microbatch, 'row')} and remat {layout.remat.policy}"
     return f"Fits on {where} as {how}: {memory} of {plan.capacity_bytes / GB:.1f} GB per device."

@@ -23,6 +23,7 @@ from ridgeline.planner.overlap import ETA
 from ridgeline.planner.plan import MOST_COMPILED, compile_above, make_plan, plan_json
 from ridgeline.planner.search import Limits, capacity_bytes, evaluate, fits, ranked, search, search_scale, within
 from ridgeline.planner.step_time import Machine, step_time
+from ridgeline.planner.summary import sentences
 from tests.planner.clusters import CALIBRATION, cluster, config, links
 
 TOKENS = 1e11
@@ -284,8 +285,14 @@ def test_a_best_layout_near_capacity_is_compiled_and_the_next_one_is_tried_if_it
     assert asked[0] == best_two[0] == refused.candidate.layout and refused.fits is False
     assert plan.best[0] is taken.candidate and taken.fits and plan.best[0].layout != best_two[0]
     assert "does not fit in 80.7 GB" in refused.sentence and "1.0 GB compiled: fits" in taken.sentence
+    memory = taken.candidate.memory
+    both = f"{memory.total_bytes / 1e9:.1f} GB planned, {memory.margin_bytes / 1e9:.1f} of them margin, 1.0 GB compiled"
+    assert both in taken.sentence and f"{both}, of 80.7 GB per device" in sentences(plan)[0]
     assert any(rejection.reason == refused.sentence for scale in plan.scales for rejection in scale.rejections)
-    assert [row["fits"] for row in plan_json(plan)["compiled"]] == [False, True]
+    assert [(row["fits"], row["margin_bytes"]) for row in plan_json(plan)["compiled"]] == [
+        (False, refused.candidate.memory.margin_bytes),
+        (True, memory.margin_bytes),
+    ]
 
 
 def test_only_a_best_layout_near_capacity_is_compiled_and_a_failed_compile_leaves_the_plan():
