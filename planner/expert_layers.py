@@ -130,15 +130,18 @@ def hidden_activations(local: LocalSizes, program: GpuProgram) -> int:
     return 2 * gates if capped(local) and not program.measured_matmuls else gates + 1
 
 
-def beside_experts(local: LocalSizes) -> int:
+def beside_experts(local: LocalSizes, program: GpuProgram) -> int:
     """Return what is live when the gradients of one layer's rows are summed, beside hidden activations, rows and slots.
 
     The input of attention, without expert also these sums; queries, keys, values and attention's result, with norms of queries and keys
-    also their inputs; where attention's update is kept, the final hidden states and the gradient of theirs. `LayerPeak.backward` adds one
-    stream in float32.
+    also their inputs; where attention's update is kept and kernels are counted with constants, the final hidden states and the gradient of
+    theirs; where it is kept and kernels are measured, attention's values are still in the stacks of all layers (heaps of Mixtral and Qwen3
+    30B). `LayerPeak.backward` adds one stream in float32.
     """
     keeps_update = recomputes_experts(local) and not recomputed(local.model, local.config.compute.remat).attention_update
+    streams = (1 if local.expert > 1 else 2) * local.stream_bytes + 2 * local.cut_stream_bytes
+    if keeps_update and program.measured_matmuls:
+        return streams
     heads = local.context_bytes + local.query_bytes + 2 * local.key_bytes
     heads += local.query_bytes + local.key_bytes if local.model.qk_norm else 0
-    streams = (1 if local.expert > 1 else 2) * local.stream_bytes + 2 * local.cut_stream_bytes
     return heads + streams + (local.stream_bytes + 2 * local.cut_stream_bytes if keeps_update else 0)

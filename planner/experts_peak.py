@@ -23,10 +23,15 @@ class ExpertsPeak(LiveBuffers):
     def experts_late(self) -> bool:
         """Whether weight gradients of experts come when the gradients of their rows are summed, in the loop over layers too.
 
-        So it is where kernels are counted with constants (planner/expert_layers.py), or the experts wait for their gradient.
+        So it is where kernels are counted with constants (planner/expert_layers.py), the experts wait for their gradient, or nothing does
+        and they have no capacity (heaps of Mixtral, Qwen3 30B and 235B over tensor: names of attention, attention-only, dots, none, and
+        values in host memory).
         """
-        waits = self.experts_wait and expert_layers.over_tensor(self.local) and not self.local.config.precision.eight_bit
-        return waits or (self.overlap and expert_layers.late_over_tensor(self.local, self.program))
+        local = self.local
+        nothing = waiting(local.config, local.tensor, local.expert) == "nothing" and not expert_layers.capped(local)
+        waits = self.experts_wait or nothing
+        late = waits and expert_layers.over_tensor(local) and not local.config.precision.eight_bit
+        return self.overlap and (late or expert_layers.late_over_tensor(local, self.program))
 
     @property
     def plain_experts(self) -> bool:

@@ -130,7 +130,7 @@ class MlpPeak(ExpertsPeak):
         """
         local = self.local
         if self.experts_late:
-            return expert_layers.beside_experts(local)
+            return expert_layers.beside_experts(local, self.program) + expert_layers.fetched_early(local)
         if self._offloads_after_norms:
             return self._streams_after_norms()
         if self._inputs_from_host_over_tensor:
@@ -248,7 +248,9 @@ class MlpPeak(ExpertsPeak):
             return [at_mlp * local.hidden_bytes - local.row_bytes, local.hidden_bytes - local.slot_bytes]
         if not (self.overlap and local.sends_uncapped):
             return [at_mlp * local.hidden_bytes]
-        return [at_mlp * local.hidden_bytes - local.row_bytes, min(3, at_mlp) * local.hidden_bytes + local.row_bytes]
+        # of experts whose weight gradients come late the gradients of the results are counted with the rows (planner/layer_peak.py)
+        rows = 0 if self.experts_late and recomputed(local.model, local.config.compute.remat).inputs else local.row_bytes
+        return [at_mlp * local.hidden_bytes - local.row_bytes, min(3, at_mlp) * local.hidden_bytes + rows]
 
     def _mlp_after_others(
         self, layers: int, of_mlp: int, down: int, mask: int, *, at_start: bool
