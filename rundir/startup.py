@@ -24,7 +24,7 @@ PARTS = {
     "lower": "lowering programs.",
     "compile": "compiling programs with XLA, or reading them from JAX's cache.",
     "load": "loading programs that an earlier start compiled.",
-    "setup": "waiting for the other processes to compile, opening data, metrics and the records of earlier starts.",
+    "setup": "waiting for the other processes to compile, opening checkpoints, data, metrics and the records of earlier starts.",
     "first_step": "the first step.",
     "other": "none of the above: agreeing with other processes, waiting for the first batch.",
 }
