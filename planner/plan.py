@@ -40,8 +40,8 @@ MOST_COMPILED = 6
 
 def planned_and_compiled(memory: MemoryEstimate, needed_bytes: int) -> str:
     """Return both as text; the plan has a margin, which the compiled step does not need."""
-    margin = f"{memory.margin_bytes / 1e9:.1f} of them margin"
-    return f"{memory.total_bytes / 1e9:.1f} GB planned, {margin}, {needed_bytes / 1e9:.1f} GB compiled"
+    planned = f"{memory.total_bytes / 1e9:.1f} GB planned, of which {memory.margin_bytes / 1e9:.1f} GB is margin"
+    return f"{planned}, {needed_bytes / 1e9:.1f} GB compiled"
 
 
 @dataclass(frozen=True)

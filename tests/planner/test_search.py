@@ -286,7 +286,7 @@ def test_a_best_layout_near_capacity_is_compiled_and_the_next_one_is_tried_if_it
     assert plan.best[0] is taken.candidate and taken.fits and plan.best[0].layout != best_two[0]
     assert "does not fit in 80.7 GB" in refused.sentence and "1.0 GB compiled: fits" in taken.sentence
     memory = taken.candidate.memory
-    both = f"{memory.total_bytes / 1e9:.1f} GB planned, {memory.margin_bytes / 1e9:.1f} of them margin, 1.0 GB compiled"
+    both = f"{memory.total_bytes / 1e9:.1f} GB planned, of which {memory.margin_bytes / 1e9:.1f} GB is margin, 1.0 GB compiled"
     assert both in taken.sentence and f"{both}, of 80.7 GB per device" in sentences(plan)[0]
     assert any(rejection.reason == refused.sentence for scale in plan.scales for rejection in scale.rejections)
     assert [(row["fits"], row["margin_bytes"]) for row in plan_json(plan)["compiled"]] == [
