@@ -3,7 +3,9 @@
 Where kinds of layers alternate, a turn has one layer of each kind. XLA's scheduler would mix them: begin the recomputation of several
 layers at once, and delay the weight gradients of all layers to the end of the turn, with all that these are computed from.
 
-A slot has arrays like the parameters of a layer, whose values are not used: its gradient is that of the parameters.
+A slot has arrays like the parameters of a layer, whose values are not used: its gradient is that of the parameters. Where layers have
+experts the loop carries one from turn to turn: outside of the loop XLA would delay the weight gradients of a turn's first layer for
+several turns (Llama 4 Scout, fsdp=32 x tensor=8, `full`: 42.5 GB without, 28.9 with it).
 """
 
 from __future__ import annotations

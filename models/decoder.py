@@ -240,7 +240,12 @@ class Decoder(nnx.Module):
 
         unroll = execution.scan_unroll if execution.scan_layers else None
         slots = [jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), each) for each in stacked] if execution.in_order else None
-        scan = functools.partial(scan_layers, saves_first=execution.saves_first, splits_turns=execution.splits_turns)
+        scan = functools.partial(
+            scan_layers,
+            saves_first=execution.saves_first,
+            splits_turns=execution.splits_turns,
+            across_turns=execution.experts is not None,
+        )
         return scan(places, layers, functools.cache(block_of), x_BTD, unroll=unroll, slots=slots)
 
     def _attend_everywhere(self, positions_BT: jax.Array, segment_ids_BT: jax.Array | None) -> AttendWith:
@@ -301,6 +306,7 @@ def scan_layers(
     *,
     unroll: int | None = 1,
     slots: Sequence[Any] | None = None,
+    across_turns: bool = False,
     saves_first: bool = False,
     splits_turns: bool = False,
 ) -> tuple[Carry, Any]:
@@ -315,6 +321,7 @@ def scan_layers(
       unroll: layers per turn of the scan at least; None: no scan.
       slots: of each stack, arrays like the parameters of one layer; the backward passes of the layers of a turn, and of those of the rest,
         then follow each other (models/backward_order.py), and functions get (layer, slot or None) in place of the layer.
+      across_turns: so do the last layer of a turn and the first of the next one, which the scan carries a slot for.
       saves_first: the backward pass of the scan begins when all that it saved is there (models/backward_order.py).
       splits_turns: each layer of a turn has arrays of its own, cut out of those of all before the scan, which then saves no parameters
         where nothing is recomputed; a scan over turns would save what a function chose of a turn.
@@ -325,15 +332,16 @@ def scan_layers(
     whole = count // period * period if unroll is not None else 0
     results: list[Any] = []  # of one or several layers, stacked
 
-    def with_slot(carry: Any, layer: Any, slot: Any, at: int, end: int) -> tuple[Any, Any, Any]:
-        """Return the carry, what the function of layer `at` gets, and the slot for the next layer; the last one is before `end`."""
+    def with_slot(carry: Any, layer: Any, slot: Any, following: int | None) -> tuple[Any, Any, Any]:
+        """Return the carry, what the function of a layer gets, and the slot for the next layer, of stack `following`; None: it has none."""
         if slots is None:
             return carry, layer, None
-        if at + 1 == end:
+        if following is None:
             return carry, (layer, slot), None
-        carry, following = wait_for_gradients(carry, slots[places.stack[at + 1]])
-        return carry, (layer, slot), following
+        carry, sent = wait_for_gradients(carry, slots[following])
+        return carry, (layer, slot), sent
 
+    slot = slots[places.stack[0]] if slots is not None and across_turns and whole else None
     if whole:
         per_turn = [places.stack[:period].count(stack) for stack in range(len(layers))]
         split_up = splits_turns and period > 1
@@ -342,13 +350,16 @@ def scan_layers(
             for at, stack in enumerate(places.stack[:period])
         ]
 
-        def body(carry: Carry, layers: Sequence[Any]) -> tuple[Carry, Any]:
-            found, slot = [], None
-            for at, (part, layer) in enumerate(turn):
-                carry, values, slot = with_slot(carry, layers[part], slot, at, period)
+        after = [*places.stack[1:period], places.stack[0] if across_turns else None]  # the stack of the layer after each
+
+        def body(carried: tuple[Carry, Any], layers: Sequence[Any]) -> tuple[tuple[Carry, Any], Any]:
+            (carry, slot), found = carried, []
+            for (part, layer), following in zip(turn, after, strict=True):
+                carry, values, slot = with_slot(carry, layers[part], slot, following)
                 carry, result = layer(carry, values)
                 found += [] if result is None else [result]
-            return carry, None if not found else found[0] if period == 1 else jax.tree.map(lambda *each: jnp.stack(each), *found)
+            results = None if not found else found[0] if period == 1 else jax.tree.map(lambda *each: jnp.stack(each), *found)
+            return (carry, slot), results
 
         def turns(stack: int) -> Any:
             each, all_turns = per_turn[stack], whole // period
@@ -359,13 +370,13 @@ def scan_layers(
             places_in_turn = zip(places.stack[:period], places.index[:period], strict=True)
             scanned = [jax.tree.map(lambda x, at=at: x[:, at], scanned[stack]) for stack, at in places_in_turn]
         scan = functools.partial(jax.lax.scan, body, unroll=-(-(unroll or 1) // period))
-        carry, result = (after_forward(scan) if saves_first else scan)(carry, scanned)
+        (carry, slot), result = (after_forward(scan) if saves_first else scan)((carry, slot), scanned)
         if result is not None:
             results.append(result if period == 1 else jax.tree.map(lambda each: each.reshape(-1, *each.shape[2:]), result))
-    slot = None
     for at in range(whole, count):
         stack, index = places.stack[at], places.index[at]
-        carry, values, slot = with_slot(carry, jax.tree.map(lambda x, index=index: x[index], layers[stack]), slot, at, count)
+        following = places.stack[at + 1] if at + 1 < count else None
+        carry, values, slot = with_slot(carry, jax.tree.map(lambda x, index=index: x[index], layers[stack]), slot, following)
         carry, result = run(places.windowed[at], stack, None)(carry, values)
         results += [] if result is None else [jax.tree.map(lambda each: each[None], result)]
     joined = results[0] if len(results) == 1 else jax.tree.map(lambda *each: jnp.concatenate(each), *results) if results else None

@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ridgeline.configs.remat import POLICIES
-from ridgeline.planner import block_scaled, constant_costs, eight_bits, expert_layers, narrow_experts
+from ridgeline.planner import block_scaled, constant_costs, eight_bits, expert_layers, narrow_experts, ordered_experts
 from ridgeline.planner.activations import attention_workspace, mask_bytes, offloads_inputs
-from ridgeline.planner.mlp_peak import FROM_BLOCK_INPUTS, MlpPeak
-from ridgeline.planner.recompute import Recomputed, recomputed
+from ridgeline.planner.mlp_peak import MlpPeak
+from ridgeline.planner.recompute import FROM_BLOCK_INPUTS, Recomputed, recomputed
 
 STREAMS_IN_FLIGHT = 8
 """Full-sequence residual streams [R, T, D] that are live in the backward pass of one layer (inputs, cotangents and their transposes)."""
@@ -71,6 +71,9 @@ class LayerPeak(MlpPeak):
         if down and local.model.moe is not None and not self.keeps_turns:  # those of the other layers of the turn wait for its end
             down += (self.turn.trained_weights - local.gathered_trained_weights) * local.gradient_itemsize
         sizes = at_end, waiting + more, down, mask, attention
+        if ordered_experts.applies(self):
+            ordered = ordered_experts.points(self, mask, (at_end * stream, waiting + more), next_layer)
+            return max(ordered, key=lambda point: sum(point[1:]))
         narrow = self._points_of_narrow_matmuls(again, at_mlp, at_mlp - usual, together, sizes, at_start=at_start)
         if narrow:
             return max(narrow, key=lambda point: sum(point[1:]))

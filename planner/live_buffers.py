@@ -307,7 +307,7 @@ class LiveBuffers:
         layers reduce their gradients in the next turn: the two turns before the loop hold both their gradients and this one.
         """
         several = self.turn.layers > 1 and self.reduces_in_turn
-        ordered = self.turn.in_order and not self.local.model.tie_embeddings
+        ordered = self.turn.in_order and not self.local.model.tie_embeddings and self.local.model.moe is None
         sends = self.turn.layers > 1 and expert_layers.sends_over_fsdp(self.local)
         early = self.delays_experts or several or ordered or sends or self.scatters_scaled
         loops = self.in_loop and not (self.delays_experts and self.local.context > 1 and self.data == 1)

@@ -12,11 +12,8 @@ from ridgeline.planner import eight_bits, expert_layers, ordered_scales
 from ridgeline.planner.activations import NODE_DEVICES, offloads_inputs
 from ridgeline.planner.experts_peak import ExpertsPeak
 from ridgeline.planner.overlap import WIDEST_TENSOR
-from ridgeline.planner.recompute import recomputed
+from ridgeline.planner.recompute import FROM_BLOCK_INPUTS, recomputed
 from ridgeline.planner.turn import FEW_TOKENS
-
-FROM_BLOCK_INPUTS = ("full", "names", "offload")
-"""Policies with which the backward pass computes the inputs of MLP down again."""
 
 REDUCED_EARLY = 3 * 2**29
 """Bytes of a layer's gradients up to which their reduction within a node is over before the next layer's MLP.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from ridgeline.planner import eight_bits
 from ridgeline.planner.activations import offloads_inputs, saved_arrays
-from ridgeline.planner.expert_layers import fetches_within_layers
+from ridgeline.planner.expert_layers import fetched_early, fetches_within_layers
 from ridgeline.planner.local import LocalSizes
 from ridgeline.planner.recompute import Recomputed, recomputed
 
@@ -137,6 +137,32 @@ def in_turn(local: LocalSizes, again: Recomputed, waiting: int) -> tuple[int, in
     rows = 2 * eight_bits.one_byte(local, local.row_bytes)
     wide = 4 // local.compute_itemsize * local.cut_stream_bytes
     return hidden, rows + eight_bits.beside_experts(local) + wide + waiting * operands_in_turn(local)
+
+
+def in_order(local: LocalSizes, again: Recomputed, *, measured: bool) -> list[tuple[int, int]]:
+    """Return the sizes of hidden activations and of all others at two points in the experts of a layer that waits for the weight gradients
+    of another: those of `in_rows`.
+
+    With clamped gate and up (model.mlp_clamp) the kernels at the first write more than is read by one: gate and up as they came, one
+    clamped, the gradient of the input of down, and gradients of both, of which biases have theirs; where one of them comes from host memory
+    four masks of one byte. Of the layer before what the weight gradients of its attention and norms are computed from, and where they are
+    not tied also those of its experts; over tensor the inputs of its attention and MLP, of shared experts in
+    float8 too. Of shared experts the input, and the gradients of
+    it by gate and by up. With constants in place of measured times, values of the next layer have come from host memory. `backward` adds
+    a stream in float32. (Heaps of gpt-oss and Scout.)
+    """
+    (in_kernel, beside), (narrow_ones, summed) = in_rows(local, again)
+    narrow, wide = eight_bits.one_byte(local, local.hidden_bytes), 4 // local.compute_itemsize
+    if local.model.mlp_clamp:
+        in_kernel = 6 * local.hidden_bytes + (4 * narrow if fetches_within_layers(local) else 0)
+    early = 0 if measured else fetched_early(local)
+    operands = local.context_bytes + local.stream_bytes
+    operands += 0 if local.ties_weight_gradients else (_gates(local) + 1) * local.hidden_bytes + 2 * local.row_bytes
+    shared = local.model.moe is not None and local.model.moe.shared_experts > 0
+    gathered = (3 if shared else 2) * local.stream_bytes if local.tensor > 1 else 0
+    before = eight_bits.one_byte(local, operands) + (2 * wide + 1) * local.cut_stream_bytes + local.query_bytes + local.key_bytes + gathered
+    before += wide * local.cut_stream_bytes + (3 * local.stream_bytes if shared else 0)
+    return [(in_kernel + early, beside + before), (narrow_ones + early, summed + before)]
 
 
 def _summed(local: LocalSizes) -> int:

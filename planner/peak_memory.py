@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ridgeline.planner import block_scaled, constant_costs
+from ridgeline.planner import block_scaled, constant_costs, expert_layers, ordered_experts
 from ridgeline.planner.activations import (
     Component,
     attention_workspace,
@@ -24,8 +24,7 @@ from ridgeline.planner.first_experts import FirstExperts
 from ridgeline.planner.first_narrow_experts import FirstNarrowExperts
 from ridgeline.planner.in_loss import InLoss
 from ridgeline.planner.layer_peak import STREAMS_IN_FLIGHT
-from ridgeline.planner.mlp_peak import FROM_BLOCK_INPUTS
-from ridgeline.planner.recompute import recomputed
+from ridgeline.planner.recompute import FROM_BLOCK_INPUTS, recomputed
 
 Components = dict[str, Component]
 
@@ -156,7 +155,8 @@ class StepMemory(InLoss, AfterLayers, FirstNarrowExperts, FirstExperts):
         stays = self.turn.not_yet_offloaded()
         first |= {"activations": replace(self.saved, bytes=self.saved.bytes + self.turn.not_stacked(self.saved.bytes) - freed + stays)}
         of_turn = {"gradients": Component(first["gradients"].bytes * self.local.model.layer_period // layers, "of a turn: no stacks yet")}
-        first |= of_turn if self.scales_turns_apart else {}
+        fetches = expert_layers.fetches_within_layers(self.local)
+        first |= of_turn if self.scales_turns_apart or (ordered_experts.applies(self) and not fetches) else {}
         keeps_mlp = not {"gate", "up"} & recomputed(self.local.model, self.local.config.compute.remat).weights
         if (self.local.saves_first and keeps_mlp) or not (self.turn.left_over or self.pipelines_twice):
             return first
@@ -194,7 +194,7 @@ class StepMemory(InLoss, AfterLayers, FirstNarrowExperts, FirstExperts):
         if reducing and (self.reduces_in_turn or self.scatters_scaled):
             reducing = 2 * reducing // self.sharded.fsdp  # the sums over fsdp, and together as they are summed over the other axes
         reducing += self.turned_gradients() if reducing and not self.scatters_scaled else 0
-        reducing = 0 if self.reduces_before_mlp or self.keeps_turns else reducing
+        reducing = 0 if self.reduces_before_mlp or self.keeps_turns or ordered_experts.applies(self) else reducing
         # with fsdp they are small, and the weights of the next turn are counted, of which those of a layer are gone
         reducing += self.turn.reduced_gradients(self.sharded.fsdp) if self.reduced and local.fsdp == 1 else 0
         twice = self.pipelines_twice and not local.model.tie_embeddings  # the second of these turns reduces it
@@ -243,7 +243,7 @@ class StepMemory(InLoss, AfterLayers, FirstNarrowExperts, FirstExperts):
         )
         kept = Component(self.saved.bytes - mlp, "of attention, and inputs of the blocks; those of the MLPs are freed")
         collectives = point["collective_buffers"]
-        if offloads_inputs(local) and self.reduced and self.turn.layers == 1:
+        if offloads_inputs(local) and self.reduced and self.turn.layers == 1 and not ordered_experts.applies(self):
             before = local.gathered_trained_weights * local.gradient_itemsize
             collectives = Component(collectives.bytes + before, f"{collectives.assumption}, and those of the layer before")
         if (remat := local.config.compute.remat).policy == "names" and "attention_out" in remat.names:

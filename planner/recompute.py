@@ -11,6 +11,9 @@ from ridgeline.configs.tuning_schema import LoraConfig
 from ridgeline.planner.experts import exchange_method
 from ridgeline.planner.parameters import DOWN, attention_weights
 
+FROM_BLOCK_INPUTS = ("full", "names", "offload")
+"""Policies with which the backward pass computes the inputs of MLP down again."""
+
 
 @dataclass(frozen=True)
 class Recomputed:
@@ -86,9 +89,13 @@ def in_scan(model: ModelConfig, compute: ComputeConfig) -> bool:
 def in_order(model: ModelConfig, compute: ComputeConfig, *, frozen: bool) -> bool:
     """Return whether the backward passes of the layers of a turn follow each other (models/backward_order.py).
 
-    So it is for dense layers of several kinds. frozen: only adapters are trained.
+    So it is for layers of several kinds, of those with experts where MLPs are computed again: where they are kept nothing is gained.
+    (Compiled, Llama 4 Scout, fsdp=64 x tensor=4, `full`: 39.5 GB without, 19.9 in order; gpt-oss, `dots` and `none`: within 2 %.)
+
+    frozen: only adapters are trained.
     """
-    return model.layer_period > 1 and model.moe is None and compute.scan_layers and not frozen
+    several = model.layer_period > 1 and compute.scan_layers and not frozen
+    return several and (model.moe is None or compute.remat.policy in FROM_BLOCK_INPUTS)
 
 
 def saves_first(model: ModelConfig, compute: ComputeConfig, *, tensor: int, pipeline: int) -> bool:

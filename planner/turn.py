@@ -1,8 +1,9 @@
 """One turn of the loop over layers, and what XLA keeps in memory for a turn of several layers.
 
 Where kinds of layers alternate (with and without a window: Gemma 2 and 3, OLMo 3, gpt-oss), a turn runs one layer of each kind. The
-backward passes of dense layers follow each other (`in_order`). Of layers with experts, of frozen ones and without a loop the scheduler
-interleaves those of a turn: it gathers their weights together, and delays their weight gradients to the end of the turn.
+backward passes of dense layers follow each other (`in_order`), and of layers with experts where MLPs are computed again
+(planner/ordered_experts.py). Of other layers with experts, of frozen ones and without a loop the scheduler interleaves those of a turn: it
+gathers their weights together, and delays their weight gradients to the end of the turn.
 Read from the heaps of compiled steps (GPU backend, jax 0.10.2). Sizes are bytes of one device. Turns of one layer add nothing.
 """
 
@@ -240,13 +241,14 @@ class Turn:
         distinct, of_turn = slots + (rows if rows != slots else 0), self.zeros_of_turn
         if self.in_loop:
             return distinct + (of_turn if self.layers > 1 else 0)
-        return of_turn + (distinct if self.layers > 1 else 0)
+        return of_turn + (distinct if self.layers > 1 or self.in_order else 0)
 
     @property
     def zeros_of_turn(self) -> int:
         """Bytes of the zeros of the exchanges of a turn's backward pass (`zeroed_slots`)."""
         moe, (slots, rows) = self.local.model.moe, self.local.written_in_place
-        return 0 if moe is None else self.layers // moe.every * (2 * slots + rows)
+        layers = self.local.model.layer_period if self.in_order else self.layers
+        return 0 if moe is None else layers // moe.every * (2 * slots + rows)
 
     def padded_gradients(self) -> int:
         """Return the size of the gradients of gate and up that are copied to rows of whole tiles, for the gradients of experts' biases."""

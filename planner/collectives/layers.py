@@ -31,7 +31,8 @@ def in_layer(step: StepSizes) -> list[PlannedCollective]:
     if moe is not None and moe.shared_experts:
         shared = step.parameters("shared experts", "layer", moe.shared_experts * expert_parameters(model), step.layers)
         planned += step.in_layers(model.moe_layers, shared + step.half("shared experts", gated))
-        if model.norm_position != "post":  # the norm before the experts is computed for routed and for shared ones
+        ordered = in_order(model, step.config.compute, frozen=step.frozen)
+        if model.norm_position != "post" and not ordered:  # the norm before the experts is computed for routed and for shared ones
             norm = (2 if model.norm == "layernorm" else 1) * model.embed_dim
             planned += step.in_layers(model.moe_layers, step.replicated_gradient("norms of shared experts", norm * 4))
     if moe is not None:

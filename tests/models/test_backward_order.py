@@ -31,9 +31,12 @@ REMAT = {
 }
 
 
-def alternating(policy: str, period: int = 3, layers: int = 8, *, scan: bool = True) -> Decoder:
+EXPERTS = {"moe": {"experts": 4, "experts_per_token": 2}}
+
+
+def alternating(policy: str, period: int = 3, layers: int = 8, *, scan: bool = True, **of_model: Any) -> Decoder:
     """Every `period`-th layer attends to all tokens, the others to a window."""
-    model = ModelConfig(**BASE | {"num_layers": layers, "sliding_window": 5, "full_attention_every": period})
+    model = ModelConfig(**BASE | {"num_layers": layers, "sliding_window": 5, "full_attention_every": period} | of_model)
     attention = AttentionConfig(backend="chunked", chunk=8)
     return build(model, ComputeConfig(remat=REMAT[policy], attention=attention, scan_layers=scan))
 
@@ -54,7 +57,9 @@ def barriers(decoder: Decoder, loops: int) -> list[tuple[tuple[int, ...], ...]]:
     """Shapes of the operands of each barrier in the gradients' program that has those of a layer's parameters, in so many loops."""
     graphdef, state = nnx.split(decoder)
     program = jax.make_jaxpr(jax.grad(lambda s: jnp.sum(nnx.merge(graphdef, s)(tokens(ROWS, LENGTH)))))(state)
+    model = decoder.model
     wide = (BASE["embed_dim"], BASE["mlp_dim"])
+    wide = wide if model.moe is None else (BASE["embed_dim"], model.moe.experts, model.expert_width)
     found = [
         tuple(operand.aval.shape for operand in equation.invars)
         for depth, equation in equations(program.jaxpr)
@@ -68,6 +73,18 @@ def test_loss_and_gradients_are_those_of_layers_without_an_order(policy: str) ->
     """8 layers in turns of three: two whole turns, and two layers after them."""
     want, want_grads = value_and_grad(alternating("none", scan=False), tokens(ROWS, LENGTH))
     value, grads = value_and_grad(alternating(policy), tokens(ROWS, LENGTH))
+    np.testing.assert_allclose(value, want, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-7), grads, want_grads)
+    assert all(np.any(leaf) for leaf in jax.tree.leaves(grads["blocks"]))
+
+
+@pytest.mark.parametrize("policy", drawn(["full", "names"], 1))
+@pytest.mark.parametrize("of_model", [{}, {"moe": EXPERTS["moe"] | {"every": 3}}], ids=["all with experts", "every third"])
+def test_with_experts_loss_and_gradients_are_those_of_layers_without_an_order(policy: str, of_model: dict[str, Any]) -> None:
+    """8 layers in turns of three: two whole turns, and two layers after them."""
+    model = EXPERTS | of_model
+    want, want_grads = value_and_grad(alternating("none", scan=False, **model), tokens(ROWS, LENGTH))
+    value, grads = value_and_grad(alternating(policy, **model), tokens(ROWS, LENGTH))
     np.testing.assert_allclose(value, want, rtol=1e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-7), grads, want_grads)
     assert all(np.any(leaf) for leaf in jax.tree.leaves(grads["blocks"]))
@@ -89,6 +106,22 @@ def test_the_gradient_of_a_layers_input_waits_for_the_next_layers_weight_gradien
     parameters = len(jax.tree.leaves(nnx.state(decoder.blocks)))
     in_turn, outside = barriers(decoder, 1), barriers(decoder, 0)
     assert len(in_turn) == 2 * (period - 1) and len(outside) == 2 * after
+    for shapes in in_turn + outside:
+        assert shapes[0] == (ROWS, LENGTH, BASE["embed_dim"]) and len(shapes) == 1 + parameters
+
+
+@pytest.mark.parametrize("policy", list(REMAT))
+def test_with_experts_also_the_last_layer_of_a_turn_waits_where_mlps_are_recomputed(policy: str) -> None:
+    """11 layers in turns of three: three barriers, twice, in a turn, and one between the two layers after the last whole turn.
+
+    That of the turn's last layer has the gradients of the first layer after the turn, which the loop carries.
+    """
+    decoder = alternating(policy, 3, 11, **EXPERTS)
+    waits = policy in ("full", "names")
+    assert decoder.execution.in_order is waits
+    parameters = len(jax.tree.leaves(nnx.state(decoder.blocks)))
+    in_turn, outside = barriers(decoder, 1), barriers(decoder, 0)
+    assert len(in_turn) == 2 * 3 * waits and len(outside) == 2 * waits
     for shapes in in_turn + outside:
         assert shapes[0] == (ROWS, LENGTH, BASE["embed_dim"]) and len(shapes) == 1 + parameters
 

@@ -19,10 +19,12 @@ from ridgeline.configs.schema import (
     MeshConfig,
     OptimizerConfig,
     PrecisionConfig,
+    RematConfig,
     TrainerConfig,
 )
 from ridgeline.configs.tuning_schema import LoraConfig
 from ridgeline.loaders.rows import with_future_targets
+from ridgeline.planner.recompute import in_order
 from ridgeline.sharding.mesh import build_mesh
 from ridgeline.sharding.partition import Partitioner
 from ridgeline.trainer.optimizers import build_optimizer
@@ -224,6 +226,28 @@ def test_experts_over_expert_equal_one_device(mesh):
     config = make_config(*mesh[:3], **model)
     config = config.model_copy(update={"mesh": config.mesh.model_copy(update={"expert": mesh[3]})})
     compare(run(config, jax.devices()), reference(**model))
+
+
+TURNS_OF_EXPERTS = {
+    "num_layers": 6,
+    "sliding_window": 5,
+    "full_attention_every": 3,
+    "moe": MoEConfig(experts=8, experts_per_token=2, expert_dim=16, logit_bias=True, shared_experts=1),
+}
+TURN_MESHES = [((2, 2, 2, 1), 2), ((1, 4, 1, 2), 1), ((1, 1, 4, 2), 2), ((8, 1, 1, 1), 1)]
+"""data, fsdp, tensor, expert; microbatches."""
+
+
+@pytest.mark.parametrize(("mesh", "accumulation"), drawn(TURN_MESHES, 1), ids=str)
+@pytest.mark.parametrize("policy", drawn(["full", "names"], 1))
+def test_experts_in_layers_of_several_kinds_that_follow_each_other_equal_one_device(mesh, accumulation, policy):
+    """Two turns of three layers: the backward pass of each waits for that of the turn after it (models/backward_order.py)."""
+    config = make_config(*mesh[:3], accumulation, **TURNS_OF_EXPERTS)
+    remat = RematConfig(policy=policy, names=["query"] if policy == "names" else [])
+    compute = config.compute.model_copy(update={"remat": remat})
+    config = config.model_copy(update={"mesh": config.mesh.model_copy(update={"expert": mesh[3]}), "compute": compute})
+    assert in_order(config.model, compute, frozen=False)
+    compare(run(config, jax.devices()), reference(**TURNS_OF_EXPERTS))
 
 
 ADAPTERS = {"lora": LoraConfig(rank=4, dora=True, dropout=0.1)}

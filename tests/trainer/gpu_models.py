@@ -17,6 +17,14 @@ OTHERS = {
         *("moe.experts=16", "moe.experts_per_token=2", "moe.expert_dim=256"),
     ),
     "gemma2": ("models/gemma2-2b", "num_layers=6", "embed_dim=512", "num_heads=4", "num_kv_heads=2", "head_dim=128", "mlp_dim=1024"),
+    "gpt-oss": (
+        *("models/gpt-oss-20b", "num_layers=4", "embed_dim=512", "num_heads=8", "num_kv_heads=4", "head_dim=64"),
+        *("moe.experts=16", "moe.experts_per_token=2", "moe.expert_dim=256"),
+    ),
+    "llama4": (
+        *("models/llama-4-scout-17b-16e", "num_layers=8", "embed_dim=512", "num_heads=8", "num_kv_heads=4", "head_dim=128"),
+        *("moe.experts=16", "moe.expert_dim=256"),
+    ),
     "olmo3": ("models/olmo3-7b", "num_layers=8", "embed_dim=512", "num_heads=4", "num_kv_heads=4", "head_dim=128", "mlp_dim=1024"),
 }
 """Small models with experts, or with several kinds of layers."""

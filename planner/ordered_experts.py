@@ -1,0 +1,95 @@
+"""Points in layers with experts that follow each other in the backward pass (models/backward_order.py) where memory can peak.
+
+A layer waits for the weight gradients of the layer two before it, from turn to turn, and is computed again only when its gradient is there:
+so little is left to XLA's scheduler. It gathers the weights of a turn in the turn before. The second layer of a turn needs most: the weight
+gradients of the layer before are there, what those of its attention are computed from, and the weights of the layers after these two.
+("Before" and "after" are in the order of the backward pass.) Read from the heaps of compiled steps of gpt-oss and Llama 4 Scout (GPU
+backend, jax 0.10.2). Sizes are bytes of one device.
+"""
+
+from __future__ import annotations
+
+from ridgeline.planner import expert_layers, narrow_experts
+from ridgeline.planner.experts_peak import Point
+from ridgeline.planner.live_buffers import LiveBuffers
+from ridgeline.planner.local import LocalSizes
+from ridgeline.planner.recompute import recomputed
+
+AHEAD = 2
+"""Layers of the next turn whose weights are gathered at the end of a turn; without tensor all but one, if that is more."""
+
+
+def applies(live: LiveBuffers) -> bool:
+    """Return whether layers are such layers, with 16-bit or 8-bit matmuls. With a capacity weight gradients are measured matmuls."""
+    local, precision = live.local, live.local.config.precision
+    uncapped = local.model.moe is not None and not expert_layers.capped(local)
+    return live.turn.in_order and uncapped and (precision.matmul == "compute" or precision.eight_bit)
+
+
+def points(live: LiveBuffers, mask: int, at_end: tuple[int, int], next_layer: int) -> list[Point]:
+    """Return the points of a layer.
+
+    In its experts (`_in_experts`, `_in_narrow_experts`), and at its end, where its weight gradients and those of the layer before are being
+    reduced, and weights of the next turn gathered.
+
+    mask: of packed documents. at_end: streams and unsharded gradients at the end of the layer. next_layer: gathered weights, which
+    `LayerPeak.backward` adds.
+    """
+    local = live.local
+    weights = (local.model.layer_period - 2) * live.gathered_layer() - next_layer
+    narrow = local.config.precision.eight_bit
+    layers = AHEAD if local.tensor > 1 else max(AHEAD, local.model.layer_period - 1)
+    ahead, waiting = layers * live.gathered_layer() - next_layer, at_end[1] + _gradients(live)
+    return [
+        *(_in_narrow_experts(live, weights, mask) if narrow else _in_experts(live, weights, ahead, mask)),
+        ("its end", local.hidden_bytes, at_end[0], ahead, waiting, mask),
+    ]
+
+
+def _gates(local: LocalSizes) -> int:
+    return 2 if local.model.gated_mlp else 1
+
+
+def _gradients(live: LiveBuffers) -> int:
+    """Return the size of the weight gradients of a layer's experts before their reduction."""
+    return (_gates(live.local) + 1) * live.local.mlp_matrix * live.local.gradient_itemsize if live.reduced else 0
+
+
+def _in_experts(live: LiveBuffers, weights: int, ahead: int, mask: int) -> list[Point]:
+    """Return the points in experts with 16-bit matmuls.
+
+    When the gradients of the rows by gate and by up are there, and are summed into slots, with the inputs of the rows and the gradients of
+    their results; hidden activations whose width is padded are there once more, also those that are computed again. When the gradients of
+    the biases of gate and up are computed, from these gradients in whole tiles of rows, with the matrices of gate and up. And where values
+    within blocks come from host memory and weight gradients are not tied: copies hide the gathers for the next turn, and the weight
+    gradients of the layer before are computed only now.
+
+    weights: gathered ones of later layers; `ahead`: at the end of a turn.
+    """
+    local, moe = live.local, live.local.model.moe
+    gates, pending, matrix = _gates(local), _gradients(live), local.mlp_matrix * local.matrix_itemsize
+    hidden = max((gates + 1) * local.hidden_bytes, 2 * gates * local.padded_hidden_bytes * local.pads_hidden)
+    shared = moe is not None and moe.shared_experts > 0
+    streams = 2 * expert_layers.attention(local) + (6 if shared else 3) * local.stream_bytes + 5 * local.cut_stream_bytes
+    streams -= 4 * local.tokens * local.model.embed_dim // local.tensor  # `backward` adds one stream in float32
+    summed = max(local.slot_bytes or local.stream_bytes, matrix)
+    found = [("its MLP", hidden + 4 * local.row_bytes + summed, streams, weights, pending, mask)]
+    if padded := live.turn.padded_gradients():
+        in_tiles = (gates + 1) * local.hidden_bytes + padded + 2 * local.row_bytes + local.stream_bytes
+        found.append(("its MLP", in_tiles, streams, weights + gates * matrix, pending, mask))
+    if expert_layers.fetches_within_layers(local) and not local.ties_weight_gradients:
+        operands = 2 * (gates + 1) * local.hidden_bytes + 5 * local.row_bytes
+        found.append(("its MLP", operands, streams, ahead, pending * gates // (gates + 1), mask))
+    return found
+
+
+def _in_narrow_experts(live: LiveBuffers, weights: int, mask: int) -> list[Point]:
+    """Return the points in experts with 8-bit matmuls (narrow_experts.in_order), with the matrices of gate and up."""
+    local = live.local
+    again = recomputed(local.model, local.config.compute.remat)
+    weights += _gates(local) * local.mlp_matrix * local.matrix_itemsize
+    pending = _gradients(live) if local.ties_weight_gradients else 0
+    return [
+        ("its MLP", hidden, others, weights, pending, mask)
+        for hidden, others in narrow_experts.in_order(local, again, measured=live.program.measured_matmuls)
+    ]
