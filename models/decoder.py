@@ -298,6 +298,24 @@ class LayerPlaces:
         return np.flatnonzero(np.array(self.stack) == stack)
 
 
+def turns_of(layers: Sequence[Any], places: LayerPlaces, whole: int, *, split_up: bool) -> list[Any]:
+    """Return the first `whole` layers of stacks as turns: of each stack arrays [turns, its layers in a turn, ...], of which a turn chooses.
+
+    split_up: of each layer of a turn arrays [turns, ...] of its own.
+    """
+    period, turns = places.period, whole // places.period
+
+    def of_stack(stack: int) -> Any:
+        each = places.stack[:period].count(stack)
+        return jax.tree.map(lambda x: x[: turns * each].reshape(turns, each, *x.shape[1:]), layers[stack])
+
+    scanned = list(map(of_stack, range(len(layers))))
+    if not split_up:
+        return scanned
+    places_in_turn = zip(places.stack[:period], places.index[:period], strict=True)
+    return [jax.tree.map(lambda x, at=at: x[:, at], scanned[stack]) for stack, at in places_in_turn]
+
+
 def scan_layers(
     places: LayerPlaces,
     layers: Sequence[Any],
@@ -343,13 +361,11 @@ def scan_layers(
 
     slot = slots[places.stack[0]] if slots is not None and across_turns and whole else None
     if whole:
-        per_turn = [places.stack[:period].count(stack) for stack in range(len(layers))]
         split_up = splits_turns and period > 1
         turn = [
             (at if split_up else stack, run(places.windowed[at], stack, None if period == 1 or split_up else places.index[at]))
             for at, stack in enumerate(places.stack[:period])
         ]
-
         after = [*places.stack[1:period], places.stack[0] if across_turns else None]  # the stack of the layer after each
 
         def body(carried: tuple[Carry, Any], layers: Sequence[Any]) -> tuple[tuple[Carry, Any], Any]:
@@ -361,14 +377,7 @@ def scan_layers(
             results = None if not found else found[0] if period == 1 else jax.tree.map(lambda *each: jnp.stack(each), *found)
             return (carry, slot), results
 
-        def turns(stack: int) -> Any:
-            each, all_turns = per_turn[stack], whole // period
-            return jax.tree.map(lambda x: x[: all_turns * each].reshape(all_turns, each, *x.shape[1:]), layers[stack])
-
-        scanned = list(layers) if period == 1 else list(map(turns, range(len(layers))))
-        if split_up:
-            places_in_turn = zip(places.stack[:period], places.index[:period], strict=True)
-            scanned = [jax.tree.map(lambda x, at=at: x[:, at], scanned[stack]) for stack, at in places_in_turn]
+        scanned = list(layers) if period == 1 else turns_of(layers, places, whole, split_up=split_up)
         scan = functools.partial(jax.lax.scan, body, unroll=-(-(unroll or 1) // period))
         (carry, slot), result = (after_forward(scan) if saves_first else scan)((carry, slot), scanned)
         if result is not None:

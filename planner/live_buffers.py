@@ -304,7 +304,8 @@ class LiveBuffers:
 
         So in the heaps of Mixtral, Qwen3, gpt-oss and OLMo 3 with one microbatch; with microbatches in a loop in those of Mixtral and Qwen3
         over context, not over data. In DeepSeek it is so too, but its compiled steps are planned without it. Nor where turns of several
-        layers reduce their gradients in the next turn: the two turns before the loop hold both their gradients and this one.
+        layers reduce their gradients in the next turn: the two turns before the loop hold both their gradients and this one. Nor with
+        experts in layers in order (heaps of gpt-oss and Llama 4 Scout).
         """
         several = self.turn.layers > 1 and self.reduces_in_turn
         ordered = self.turn.in_order and not self.local.model.tie_embeddings and self.local.model.moe is None

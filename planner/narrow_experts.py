@@ -140,16 +140,15 @@ def in_turn(local: LocalSizes, again: Recomputed, waiting: int) -> tuple[int, in
 
 
 def in_order(local: LocalSizes, again: Recomputed, *, measured: bool) -> list[tuple[int, int]]:
-    """Return the sizes of hidden activations and of all others at two points in the experts of a layer that waits for the weight gradients
-    of another: those of `in_rows`.
+    """Return the sizes of hidden activations and of all others at the two points of `in_rows`, in a layer that waits for the weight
+    gradients of another.
 
     With clamped gate and up (model.mlp_clamp) the kernels at the first write more than is read by one: gate and up as they came, one
     clamped, the gradient of the input of down, and gradients of both, of which biases have theirs; where one of them comes from host memory
     four masks of one byte. Of the layer before what the weight gradients of its attention and norms are computed from, and where they are
-    not tied also those of its experts; over tensor the inputs of its attention and MLP, of shared experts in
-    float8 too. Of shared experts the input, and the gradients of
-    it by gate and by up. With constants in place of measured times, values of the next layer have come from host memory. `backward` adds
-    a stream in float32. (Heaps of gpt-oss and Scout.)
+    not tied also those of its experts; over tensor the inputs of its attention and MLP, with shared experts that of the MLP in float8 too.
+    Of shared experts the input, and its gradients by gate and by up. With constants in place of measured times, values of the next layer
+    have come from host memory. `backward` adds a stream in float32. (Heaps of gpt-oss and Scout.)
     """
     (in_kernel, beside), (narrow_ones, summed) = in_rows(local, again)
     narrow, wide = eight_bits.one_byte(local, local.hidden_bytes), 4 // local.compute_itemsize

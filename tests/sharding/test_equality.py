@@ -229,23 +229,30 @@ def test_experts_over_expert_equal_one_device(mesh):
 
 
 TURNS_OF_EXPERTS = {
-    "num_layers": 6,
+    "num_layers": 8,
     "sliding_window": 5,
-    "full_attention_every": 3,
+    "full_attention_every": 2,
     "moe": MoEConfig(experts=8, experts_per_token=2, expert_dim=16, logit_bias=True, shared_experts=1),
 }
-TURN_MESHES = [((2, 2, 2, 1), 2), ((1, 4, 1, 2), 1), ((1, 1, 4, 2), 2), ((8, 1, 1, 1), 1)]
-"""data, fsdp, tensor, expert; microbatches."""
+TURN_MESHES = [
+    ({"data": 2, "fsdp": 2, "tensor": 2}, 2),
+    ({"fsdp": 4, "expert": 2}, 1),
+    ({"tensor": 4, "expert": 2}, 2),
+    ({"data": 8}, 1),
+    ({"pipeline": 2, "fsdp": 2, "tensor": 2}, 4),
+    ({"pipeline": 2, "data": 2, "expert": 2}, 2),
+]
+"""Mesh and microbatches."""
 
 
 @pytest.mark.parametrize(("mesh", "accumulation"), drawn(TURN_MESHES, 1), ids=str)
 @pytest.mark.parametrize("policy", drawn(["full", "names"], 1))
 def test_experts_in_layers_of_several_kinds_that_follow_each_other_equal_one_device(mesh, accumulation, policy):
-    """Two turns of three layers: the backward pass of each waits for that of the turn after it (models/backward_order.py)."""
-    config = make_config(*mesh[:3], accumulation, **TURNS_OF_EXPERTS)
+    """Four turns of two layers, two in a stage: each waits for the turn after it in the backward pass (models/backward_order.py)."""
+    config = make_config(1, 1, 1, accumulation, **TURNS_OF_EXPERTS)
     remat = RematConfig(policy=policy, names=["query"] if policy == "names" else [])
     compute = config.compute.model_copy(update={"remat": remat})
-    config = config.model_copy(update={"mesh": config.mesh.model_copy(update={"expert": mesh[3]}), "compute": compute})
+    config = config.model_copy(update={"mesh": config.mesh.model_copy(update=mesh), "compute": compute})
     assert in_order(config.model, compute, frozen=False)
     compare(run(config, jax.devices()), reference(**TURNS_OF_EXPERTS))
 
@@ -319,6 +326,7 @@ KINDS = {"num_layers": 4, "sliding_window": 5, "full_attention_every": 2}
             pytest.param(*({"pipeline": 2, "fsdp": 2, "expert": 2}, 2, EXPERTS), id="experts"),
             pytest.param(*({"pipeline": 2, "data": 2, "expert": 2}, 2, EXPERTS), id="experts, gradients summed over data once"),
             pytest.param(*({"pipeline": 2, "fsdp": 2, "tensor": 2}, 4, KINDS), id="two kinds of layers"),
+            pytest.param(*({"pipeline": 2, "data": 2, "fsdp": 2}, 2, KINDS | {"num_layers": 8}), id="turns of two kinds of layers"),
             pytest.param(*({"pipeline": 2, "data": 2, "fsdp": 2}, 4, {"optimizer": "muon"}), id="muon"),
             pytest.param(
                 *({"pipeline": 2, "data": 2, "fsdp": 2, "rules": {"batch": ["fsdp"], "mlp": ["data"], "act_mlp": ["data"]}}, 2, {}),
