@@ -244,7 +244,7 @@ class Decoder(nnx.Module):
             scan_layers,
             saves_first=execution.saves_first,
             splits_turns=execution.splits_turns,
-            across_turns=execution.experts is not None,
+            across_turns=execution.across_turns,
         )
         return scan(places, layers, functools.cache(block_of), x_BTD, unroll=unroll, slots=slots)
 

@@ -51,6 +51,8 @@ class Execution:
     """The routed experts of a layer; None: the model has none."""
     in_order: bool = False
     """The backward passes of the layers of a turn follow each other (models/backward_order.py)."""
+    across_turns: bool = False
+    """So do the last layer of a turn and the first of the next one."""
     saves_first: bool = False
     """The backward pass of the loop over layers begins when all that it saved is there (models/backward_order.py)."""
     splits_turns: bool = False
@@ -160,7 +162,12 @@ def parallelize(
     gathered = matmul.gathers_input or exchange_method(model.moe, compute.experts, partitioner.mesh.shape) == "gather"
     remat = replace(remat, waits=waits_for_gradient(model, compute, lora or LoraConfig(), gathered=gathered))
     ordered = in_order(model, compute, frozen=frozen)
+    # Dense layers over data alone have no collectives in the forward pass. XLA unrolls loops that have some, looks at that one last, and
+    # then leaves computations of the unrolled backward pass with two callers: it aborts (jax 0.10.2, xla/service/gpu/transforms/
+    # double_buffer_loop_unrolling.cc; Gemma 3 4B, data=8, `full` or fp8; OLMo 3 7B, mxfp8).
+    across_turns = ordered and (experts is not None or any(shape[axis] > 1 for axis in ("fsdp", "context", "tensor")))
 
     # 8. Scan over layers: one compiled block, applied num_layers times. A stage would keep what a layer chose of the parameters of a turn.
     splits = shape["pipeline"] > 1 and not remat.recomputes_blocks
-    return Execution(partitioner, matmul, remat, attention, compute.scan_layers, compute.scan_unroll, experts, ordered, saved, splits)
+    order = {"in_order": ordered, "across_turns": across_turns, "saves_first": saved, "splits_turns": splits}
+    return Execution(partitioner, matmul, remat, attention, compute.scan_layers, compute.scan_unroll, experts, **order)

@@ -79,7 +79,7 @@ class AfterLayers(LiveBuffers):
         local = self.local
         whole = 4 * local.table
         reduced = whole // (local.fsdp if local.fsdp > 1 else self.sharded.fsdp)
-        both = whole if local.model.tie_embeddings else whole // local.fsdp
+        both = min(whole, self.unembedding_gradient().bytes) if local.model.tie_embeddings else whole // local.fsdp
         gradients = self.layer_gradients * self.stack_itemsize
         return {
             "gradients": Component(gradients + both, "of the layers and of the unembedding"),

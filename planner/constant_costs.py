@@ -35,20 +35,17 @@ def gradients_after_attention(local: LocalSizes, program: GpuProgram) -> bool:
     return applies(local, program) and (local.config.compute.remat.policy == "full" or _from_host(local))
 
 
-def gradients_after_ordered_attention(local: LocalSizes, program: GpuProgram, turns_at_start: int) -> bool:
+def gradients_after_ordered_attention(local: LocalSizes, program: GpuProgram) -> bool:
     """Return whether the pending weight gradients of a layer come after attention's backward pass in the next layer of an ordered turn.
 
-    So where two turns are outside of the loop at the start and no matmul of keys is split: with the sums of a split one there are enough
-    counted kernels before attention. (Heaps of Gemma 2 on A100: 9B with 5, 7 and 21 turns, not with 4; 27B over tensor=2; not 2B over
-    tensor=2 and 27B over tensor=8, which split.)
-
-    turns_at_start: turns outside of the loop.
+    So where no matmul of keys is split: with the sums of a split one there are enough counted kernels before attention. (Heaps of Gemma 2
+    on A100: 9B with 7, 8 and 21 turns; 27B over tensor=2; not 2B over tensor=2 and 27B over tensor=8, which split.)
     """
     plain = local.tensor > 1 and local.config.compute.tensor_overlap == "gather" and local.config.precision.matmul == "compute"
     alone = local.config.compute.remat.policy == "full" and local.config.trainer.accumulation == 1
     in_float32 = not program.adds_bfloat16  # one kernel sums the gradients of attention's input
-    several = turns_at_start > 1 and not _is_split(local, program, local.key_bytes)
-    return not program.measured_matmuls and in_float32 and plain and alone and several
+    whole = not _is_split(local, program, local.key_bytes)
+    return not program.measured_matmuls and in_float32 and plain and alone and whole
 
 
 def _is_split(local: LocalSizes, program: GpuProgram, size: int) -> bool:

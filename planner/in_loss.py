@@ -151,10 +151,11 @@ class InLoss(LayerPeak):
 
     @property
     def scales_turns_apart(self) -> bool:
-        """Whether two ordered turns with block-scaled matmuls are outside of the loop (`pipelines_twice`) and recompute nothing.
+        """Whether ordered turns with block-scaled matmuls recompute nothing.
 
-        The stacks of gradients begin after them. With nvfp4 nothing that their weights are gathered and quantized from depends on the loss:
-        they are there in it (heaps of Gemma 2 9B and 2B on GB200; not so in that of OLMo 3 7B with mxfp8 on B200).
+        The stacks of gradients begin after the turn that is outside of the loop. With nvfp4 nothing that its weights are gathered and
+        quantized from depends on the loss: they are there in it (heaps of Gemma 2 9B and 2B on GB200; not so in that of OLMo 3 7B with
+        mxfp8 on B200).
         """
         local = self.local
         ordered = self.turn.in_order and not self.turn.recomputes and local.config.precision.block_scaled is not None

@@ -109,7 +109,7 @@ class LayerPeak(MlpPeak):
             ("its end", hidden, at_end * stream, 0, waiting + more, mask),
             *([("its end", delayed, 0, 0, more, mask)] if self.turn.layers > 1 and recomputes else []),
             *self._mlp_after_others(together, (at_mlp + slices) * hidden, down, mask, at_start=at_start),
-            *(self._attention_in_order(together) if at_start else []),
+            *self._attention_in_order(together),
             *self.in_experts(matrices, streams, mask, at_start=at_start),
         )
         return max(points, key=lambda point: sum(point[1:]))
@@ -299,7 +299,7 @@ class LayerPeak(MlpPeak):
         the input of down. Sharded: the block's input, attention's update. (Heaps of Gemma 2 9B on A100.)
         """
         local = self.local
-        ordered = self.turn.in_order and constant_costs.gradients_after_ordered_attention(local, self.program, self.turn.first)
+        ordered = self.turn.in_order and constant_costs.gradients_after_ordered_attention(local, self.program)
         if not ordered:
             return []
         hidden = (3 if local.model.gated_mlp else 2) * local.hidden_bytes + pending * self.turn.before_weight_gradients()

@@ -131,21 +131,6 @@ class LiveBuffers:
         alike = local.model.layer_period == 1 and not local.adapted and local.config.precision.block_scaled is not None
         return self.overlap and alike and self.data > 1 and local.fsdp > 1
 
-    @property
-    def pipelines_twice(self) -> bool:
-        """Whether two turns of ordered layers with block-scaled matmuls are outside of the loop at the start of the backward pass.
-
-        XLA moves collectives into the next turn of the loop by their kind, and takes a turn out of the loop each time: all-reduces, which
-        the gradients of norms are, and in a pass of its own the reduce-scatters that these layers have for their weight gradients. Those
-        of other layers are all-reduces then, and reduce-scatters only later. Where the sum over data follows, no reduce-scatter is moved.
-
-        In the second of these turns nothing waits for the weight gradients of the last layer of the first one. They are computed in its
-        last layer, before the MLP: of two layers none has these beside the ones that it waits for, and the turn is as those of the loop.
-        """
-        local = self.local
-        several = block_scaled.in_order(local) and local.model.layer_period > DELAYED
-        return self.overlap and several and local.fsdp > 1 and self.data == 1
-
     def layout_copies(self) -> int:
         """Return the bytes of transposed parameters that XLA keeps because it gathers leading dims only.
 

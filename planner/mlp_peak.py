@@ -270,7 +270,7 @@ class MlpPeak(ExpertsPeak):
         if self.turn.in_order and local.tensor > 1:
             sizes = self._mlp_in_order(of_mlp)
             if self.overlap and ordered_scales.applies(local, self.program):
-                sizes, others = self._mlp_with_earlier_scales(layers, of_mlp, others, at_start=at_start)
+                sizes, others = self._mlp_with_earlier_scales(layers, of_mlp)
             return [("its MLP", others + hidden, streams, matrices, down, mask) for hidden, streams in sizes]
         if self.turn.reads_any_layout:
             of_mlp += eight_bits.separate_activation(local, recomputed(model, local.config.compute.remat), self.program)
@@ -284,31 +284,25 @@ class MlpPeak(ExpertsPeak):
             streams += local.stream_bytes * 2 // local.compute_itemsize  # final hidden states are float32
         if model.activation == "gelu_tanh" and self.turn.in_order and not narrow:
             # in a loop of microbatches the weight gradients that are pending come before the gradient of the input of down, while the next
-            # block's input comes from host memory (heaps of Gemma 3 12B and 4B, Gemma 2 9B), and in a layer that has a pending one more
-            more = at_start and layers > self.turn.pending and local.config.compute.remat.policy == "full"
-            of_mlp += 0 if more or (self.in_loop and offloads_inputs(local)) else local.hidden_bytes
+            # block's input comes from host memory (heaps of Gemma 3 12B and 4B, Gemma 2 9B)
+            of_mlp += 0 if self.in_loop and offloads_inputs(local) else local.hidden_bytes
             # a float32 tanh, of two hidden activations, is there beside that gradient where bfloat16 is multiplied in float32; in the loop
             # the pending weight gradients come first by constants (heap of Gemma 2 2B on A100)
             of_mlp += local.hidden_bytes if at_start and not self.program.adds_bfloat16 and not offloads_inputs(local) else 0
-        elif self.turn.in_order and not narrow and self._computes_gates_first:
+        elif at_start and self.turn.in_order and not narrow and self._computes_gates_first:
             of_mlp += 2 * local.hidden_bytes
         elif model.activation == "gelu_tanh" and not self.in_loop and not narrow:  # so in the heaps of Gemma 2 and 3
             of_mlp += 4 * local.hidden_bytes // local.compute_itemsize  # tanh, float32
         return [("its MLP", others + of_mlp, streams, matrices, down, mask)]
 
-    def _mlp_with_earlier_scales(self, layers: int, of_mlp: int, others: int, *, at_start: bool) -> tuple[list[tuple[int, int]], int]:
+    def _mlp_with_earlier_scales(self, layers: int, of_mlp: int) -> tuple[list[tuple[int, int]], int]:
         """Return the sizes of hidden activations and of the rest at points in the MLP of an ordered layer over tensor with scales of
         earlier steps, and what waits of other layers (planner/ordered_scales.py).
-
-        With several rows that is at the start: in the loop the weight gradients come before the next attention's input is gathered.
         """
-        local = self.local
-        if local.rows > 1 and not at_start:
-            return self._mlp_in_order(of_mlp), others
-        waiting = layers * ordered_scales.before_weight_gradients(local)
-        if ordered_scales.transposes_apart(local):
-            return [ordered_scales.in_mlp_of_rows(local)], waiting
-        return [ordered_scales.in_mlp(local, of_mlp)], waiting
+        waiting = layers * ordered_scales.before_weight_gradients(self.local)
+        if ordered_scales.transposes_apart(self.local):
+            return [ordered_scales.in_mlp_of_rows(self.local)], waiting
+        return [ordered_scales.in_mlp(self.local, of_mlp)], waiting
 
     @property
     def _kept_gelu(self) -> int:
@@ -331,11 +325,11 @@ class MlpPeak(ExpertsPeak):
 
     @property
     def _computes_gates_first(self) -> bool:
-        """Whether an ordered layer has computed the gradients of gate and up before the weight gradients of the layer before begin.
+        """Whether the first ordered layers have computed the gradients of gate and up before the weight gradients of the layer before.
 
         By constants these matmuls cover no collective, so they come late (planner/constant_costs.py). The gradient of the input of down is
         there then, and that of gate, which one kernel computes before that of up. Where gate or up comes from host memory, that of the
-        next layer is there too (heaps of OLMo 3 7B for A100 and GB200). By measured times they come while the MLP is computed again.
+        next layer is there too (heap of OLMo 3 7B for A100). By measured times they come while the MLP is computed again.
         """
         remat = self.local.config.compute.remat
         from_host = remat.offloads and not {"mlp_gate", "mlp_up"}.isdisjoint(remat.names)

@@ -24,7 +24,7 @@ from ridgeline.planner.first_experts import FirstExperts
 from ridgeline.planner.first_narrow_experts import FirstNarrowExperts
 from ridgeline.planner.in_loss import InLoss
 from ridgeline.planner.layer_peak import STREAMS_IN_FLIGHT
-from ridgeline.planner.recompute import FROM_BLOCK_INPUTS, recomputed
+from ridgeline.planner.recompute import FROM_BLOCK_INPUTS
 
 Components = dict[str, Component]
 
@@ -139,31 +139,21 @@ class StepMemory(InLoss, AfterLayers, FirstNarrowExperts, FirstExperts):
         """Return what is live in the first layers of the backward pass of ordered turns, which are not in the loop.
 
         What the last turn kept is not in the stacks yet, but over tensor (planner/recompute.py: saves_first). Where inputs of matmuls are
-        computed from the block's, the second layer needs most, in which what two layers kept is freed; with layers left over, these are the
-        two. Where a layer waits for host memory and 8-bit matmuls are short, those of two layers are pending; not in longer turns than two
-        (heaps of Gemma 3 12B and OLMo 3 7B), nor where operands are read in any layout (OLMo 3 7B on B200s). In the turn before the last
-        one, what all of these kept is freed, and one more layer's weight gradients are pending (over tensor not where the MLP is kept:
-        heaps of Gemma 3 4B).
+        computed from the block's, the second layer needs most, in which what two layers kept is freed. Layers left over after the last
+        whole turn are these first ones: there are no stacks of gradients yet, and what one of them kept is freed over tensor too (heaps of
+        Gemma 3 4B).
         """
-        layers = self.local.model.num_layers
-        kept = self.saved.bytes // layers
+        layers, left_over = self.local.model.num_layers, self.turn.left_over
         second_layer = self.local.config.compute.remat.policy in FROM_BLOCK_INPUTS
-        freed = 2 * kept if second_layer and not self.local.saves_first else 0
-        waits = second_layer and self.local.config.compute.remat.offloads and self.local.config.precision.eight_bit
-        waits &= self.local.model.layer_period == 2 and not self.turn.reads_any_layout
-        first = self.backward(layers=int(second_layer) + waits)
-        stays = self.turn.not_yet_offloaded()
-        first |= {"activations": replace(self.saved, bytes=self.saved.bytes + self.turn.not_stacked(self.saved.bytes) - freed + stays)}
-        of_turn = {"gradients": Component(first["gradients"].bytes * self.local.model.layer_period // layers, "of a turn: no stacks yet")}
-        fetches = expert_layers.fetches_within_layers(self.local)
-        first |= of_turn if self.scales_turns_apart or (ordered_experts.applies(self) and not fetches) else {}
-        keeps_mlp = not {"gate", "up"} & recomputed(self.local.model, self.local.config.compute.remat).weights
-        if (self.local.saves_first and keeps_mlp) or not (self.turn.left_over or self.pipelines_twice):
-            return first
-        second = self.backward(layers=self.turn.pending + 1)
-        second |= {"activations": replace(self.saved, bytes=kept * (layers - self.turn.left_over))}
-        second |= of_turn if self.pipelines_twice else {}
-        return max(first, second, key=lambda parts: sum(part.bytes for part in parts.values()))
+        first = self.backward(layers=int(second_layer))
+        freed = int(left_over > 0) if self.local.saves_first else 2
+        stays = self.turn.not_stacked(self.saved.bytes) + self.turn.not_yet_offloaded()
+        stays -= freed * self.saved.bytes // layers if second_layer else 0
+        first |= {"activations": replace(self.saved, bytes=self.saved.bytes + stays)}
+        outside = left_over or self.local.model.layer_period
+        of_turn = {"gradients": Component(first["gradients"].bytes * outside // layers, "of these layers: no stacks yet")}
+        within_experts = ordered_experts.applies(self) and not expert_layers.fetches_within_layers(self.local)
+        return first | (of_turn if left_over or self.scales_turns_apart or within_experts else {})
 
     def backward(
         self, *, relaid: int = 0, late: bool = False, layers: int | None = None, at_end: int = 0, delayed: int = 0, last: bool = False
@@ -176,13 +166,13 @@ class StepMemory(InLoss, AfterLayers, FirstNarrowExperts, FirstExperts):
         """
         local = self.local
         at_start = layers is not None
-        together = layers if layers is not None else self.turn.pending if self.turn.in_order else self.turn.delayed(1)
+        together = layers if layers is not None else 1 if self.turn.in_order else self.turn.delayed(1)
         # the input of the next layer's MLP is not gathered where it waits for a gradient; while a stack is copied that of the loss is there
         in_mlp = STREAMS_IN_FLIGHT - int(self.waits and local.tensor > 1 and not relaid)
         cotangent = 4 * local.tokens * local.model.embed_dim // local.tensor
         gradients = self.layer_gradients * self.stack_itemsize
         next_layer = self.next_layer_weights() if self.overlap and not last else 0
-        if next_layer and self.turn.in_order and at_start and not (self.pipelines_twice and together > self.turn.pending):
+        if next_layer and self.turn.in_order and at_start:
             next_layer = self.gathered_layer()
         where, hidden, streams, copies, waiting, workspace = self.peak_in_layer(together, at_end, in_mlp, next_layer, at_start=at_start)
         copies += self.turn.kept_parameters()
@@ -194,10 +184,9 @@ class StepMemory(InLoss, AfterLayers, FirstNarrowExperts, FirstExperts):
         if reducing and (self.reduces_in_turn or self.scatters_scaled):
             reducing = 2 * reducing // self.sharded.fsdp  # the sums over fsdp, and together as they are summed over the other axes
         reducing += self.turned_gradients() if reducing and not self.scatters_scaled else 0
-        reducing = 0 if self.reduces_before_mlp or self.keeps_turns or ordered_experts.applies(self) else reducing
+        reducing = 0 if self.reduces_before_mlp or self.keeps_turns or self.turn.in_order else reducing
         # with fsdp they are small, and the weights of the next turn are counted, of which those of a layer are gone
         reducing += self.turn.reduced_gradients(self.sharded.fsdp) if self.reduced and local.fsdp == 1 else 0
-        twice = self.pipelines_twice and not local.model.tie_embeddings  # the second of these turns reduces it
         left_over = self.turn.left_over if late and (self.turn.layers > 1 or self.turn.in_order) else 0  # their backward pass is over
         return {
             "activations": replace(self.saved, bytes=self.saved.bytes - left_over * self.saved.bytes // local.model.num_layers),
@@ -217,7 +206,7 @@ class StepMemory(InLoss, AfterLayers, FirstNarrowExperts, FirstExperts):
                 + ("; one saved value of all layers in another layout" if relaid else ""),
             ),
             "attention_workspace": Component(workspace, attention_workspace(local, self.backend).assumption),
-            "loss": self.reduced_early() if late and (self.reduces_table_early or twice) else self.unembedding_gradient(),
+            "loss": self.reduced_early() if late and self.reduces_table_early else self.unembedding_gradient(),
             "collective_buffers": Component(
                 waiting + reducing,
                 f"unsharded {local.config.precision.gradients} gradients of a layer before their reduction"

@@ -58,7 +58,7 @@ class Turn:
     def in_order(self) -> bool:
         """Whether the backward passes of the layers of a turn follow each other (models/backward_order.py).
 
-        Such a turn is as a loop of equal layers but for the layers whose weight gradients are `pending`.
+        Such a turn is as a loop of equal layers; the weight gradients of one layer are pending in the next one's backward pass.
         """
         return self.overlap and in_order(self.local.model, self.local.config.compute, frozen=bool(self.local.adapted))
 
@@ -71,14 +71,6 @@ class Turn:
     def left_over(self) -> int:
         """Layers after the last whole turn, which are not in the loop."""
         return self.local.model.num_layers % self.local.model.layer_period
-
-    @property
-    def pending(self) -> int:
-        """Layers whose weight gradients are pending in the backward pass of a layer of an ordered turn.
-
-        That is the layer before it; where layers are left over after the last whole turn, also the first of these.
-        """
-        return 1 + (self.left_over > 0)
 
     def not_stacked(self, saved_bytes: int) -> int:
         """Return the size of what the last turn kept, which is not yet in the stacks of all turns: that turn is not in the loop.
@@ -221,12 +213,17 @@ class Turn:
         begins.
 
         In the second layer of that pass, which needs most, those of it and of the next one have come back; those of the layers after them
-        have not left the device (heaps of OLMo 3 7B, turns of four layers; Gemma 2 9B has two).
+        have not left the device (heaps of OLMo 3 7B, turns of four layers; Gemma 2 9B has two). Inputs of blocks of layers left over after
+        the last whole turn have not either, on A100 in float32; of these layers less is live where values within blocks leave it, and it is
+        not counted (heaps of Gemma 3 4B).
         """
         remat = self.local.config.compute.remat
-        if not remat.offloads or offloads_inputs(self.local):
+        if not remat.offloads:
             return 0
-        return max(0, self.local.model.layer_period - 3) * offloaded_bytes(self.local) // self.local.model.num_layers
+        if offloads_inputs(self.local):
+            return self.left_over * self.local.cut_stream_bytes * (1 if self.program.adds_bfloat16 else 2)
+        others = 0 if self.left_over else self.local.model.layer_period - 3
+        return max(0, others) * offloaded_bytes(self.local) // self.local.model.num_layers
 
     def zeroed_slots(self) -> int:
         """Return the size of the zeros for exchanges by all_to_all without a capacity that are not used yet.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,11 +35,14 @@ REMAT = {
 EXPERTS = {"moe": {"experts": 4, "experts_per_token": 2}}
 
 
-def alternating(policy: str, period: int = 3, layers: int = 8, *, scan: bool = True, **of_model: Any) -> Decoder:
-    """Every `period`-th layer attends to all tokens, the others to a window."""
+def alternating(
+    policy: str, period: int = 3, layers: int = 8, *, scan: bool = True, mesh: tuple[int, int, int] | None = None, **of_model: Any
+) -> Decoder:
+    """Every `period`-th layer attends to all tokens, the others to a window. mesh: data, fsdp, tensor; None: one device."""
     model = ModelConfig(**BASE | {"num_layers": layers, "sliding_window": 5, "full_attention_every": period} | of_model)
     attention = AttentionConfig(backend="chunked", chunk=8)
-    return build(model, ComputeConfig(remat=REMAT[policy], attention=attention, scan_layers=scan))
+    partitioner = None if mesh is None else prepared(make_config(*mesh), jax.devices()[: math.prod(mesh)])[0]
+    return build(model, ComputeConfig(remat=REMAT[policy], attention=attention, scan_layers=scan), partitioner=partitioner)
 
 
 def equations(jaxpr: Any, loops: int = 0) -> Iterator[tuple[int, Any]]:
@@ -106,6 +110,20 @@ def test_the_gradient_of_a_layers_input_waits_for_the_next_layers_weight_gradien
     parameters = len(jax.tree.leaves(nnx.state(decoder.blocks)))
     in_turn, outside = barriers(decoder, 1), barriers(decoder, 0)
     assert len(in_turn) == 2 * (period - 1) and len(outside) == 2 * after
+    for shapes in in_turn + outside:
+        assert shapes[0] == (ROWS, LENGTH, BASE["embed_dim"]) and len(shapes) == 1 + parameters
+
+
+@pytest.mark.parametrize("policy", drawn(list(REMAT), 2))
+@pytest.mark.parametrize(("mesh", "waits"), [((1, 2, 1), True), ((2, 1, 2), True), ((2, 1, 1), False)])
+def test_also_the_last_layer_of_a_turn_waits(policy: str, mesh: tuple[int, int, int], waits: bool) -> None:
+    """Not over data alone, where XLA aborts (models/parallelize.py)."""
+    decoder = alternating(policy, 3, 11, mesh=mesh, vocab_size=64)
+    assert decoder.execution.in_order
+    parameters = len(jax.tree.leaves(nnx.state(decoder.blocks)))
+    in_turn, outside = barriers(decoder, 1), barriers(decoder, 0)
+    outside = [shapes for shapes in outside if len(shapes) == 1 + parameters]  # over tensor there is that of all that was saved
+    assert len(in_turn) == 2 * (2 + waits) and len(outside) == 2
     for shapes in in_turn + outside:
         assert shapes[0] == (ROWS, LENGTH, BASE["embed_dim"]) and len(shapes) == 1 + parameters
 
