@@ -150,8 +150,7 @@ class StepMemory(InLoss, AfterLayers, FirstNarrowExperts, FirstExperts):
         stays = self.turn.not_stacked(self.saved.bytes) + self.turn.not_yet_offloaded()
         stays -= freed * self.saved.bytes // layers if second_layer else 0
         first |= {"activations": replace(self.saved, bytes=self.saved.bytes + stays)}
-        outside = left_over or self.local.model.layer_period
-        of_turn = {"gradients": Component(first["gradients"].bytes * outside // layers, "of these layers: no stacks yet")}
+        of_turn = {"gradients": Component(first["gradients"].bytes * self.local.model.layer_period // layers, "of a turn: no stacks yet")}
         within_experts = ordered_experts.applies(self) and not expert_layers.fetches_within_layers(self.local)
         return first | (of_turn if left_over or self.scales_turns_apart or within_experts else {})
 

@@ -130,7 +130,7 @@ TOO_HIGH = {"models/phi4-14b": 0.11}
 @pytest.mark.parametrize("case", DRAWN, ids=lambda case: case_name(case | {"overlap": True}))
 def test_steps_with_every_knob_take_what_is_planned(case):
     error = relative_error(case | {"overlap": True, "combined": True})
-    if "within" in case:  # experts
+    if "within" in case:
         assert abs(error) < case["within"][WHOLE]
         return
     inputs = "compute.remat.names=[block_input]" in case["overrides"]
@@ -393,23 +393,14 @@ def test_compiled_steps_with_latent_attention_fit_into_what_is_planned_with_its_
         assert case["temp_bytes"] < estimate.temp_bytes + estimate.components["margin"].bytes, case
 
 
-def test_block_scaled_matmuls_with_layers_with_and_without_a_window_keep_free_what_a_compiled_step_needed():
-    """Gemma 3 12B on 64 GB200, drawn by benchmarks/plan_vs_compile.py --seed 60611 and compiled with jax 0.10.2: planned 11 % too low."""
-    overrides = ["data.seq_len=2048", "model.max_seq_len=2048", "data.batch_size=512", "trainer.accumulation=2", "mesh.fsdp=64"]
-    overrides += ["compute.remat.policy=names", "compute.remat.names=[mlp_gate,mlp_up]", "data.document_masking=false"]
-    resolved = load("models/gemma3-12b", [*overrides, "precision.matmul=mxfp8", "precision.moments=int8"]).config
-    estimate = memory_per_device(resolved, dict.fromkeys(MESH_AXES, 1) | {"fsdp": 64})
-    assert estimate.compiled_bytes < 47_365_704_208 < estimate.compiled_bytes + estimate.components["margin"].bytes
-
-
 def test_a_ring_of_layers_with_and_without_a_window_keeps_free_what_a_compiled_step_needed():
-    """Gemma 2 9B on 32 A100s, drawn by benchmarks/plan_vs_compile.py --seed 150104 and compiled with jax 0.10.2: planned 20 % too low."""
+    """Gemma 2 9B on 32 A100s, drawn by benchmarks/plan_vs_compile.py --seed 150104 and compiled with jax 0.10.2: planned 12 % too low."""
     overrides = ["data.seq_len=8192", "model.max_seq_len=8192", "data.batch_size=128", "trainer.accumulation=2", "mesh.fsdp=8"]
     overrides += ["mesh.tensor=4", "compute.remat.policy=full", "data.document_masking=false", "compute.tensor_overlap=ring"]
     resolved = load("models/gemma2-9b", overrides).config
     device = hardware(load_cluster("dgx-a100").config.device)
     estimate = memory_per_device(resolved, dict.fromkeys(MESH_AXES, 1) | {"fsdp": 8, "tensor": 4}, device=device)
-    assert estimate.compiled_bytes < 27_551_000_000 < estimate.compiled_bytes + estimate.components["margin"].bytes
+    assert estimate.compiled_bytes < 24_612_000_000 < estimate.compiled_bytes + estimate.components["margin"].bytes
 
 
 def test_experts_in_8_bits_with_a_capacity_over_tensor_take_what_is_planned():
@@ -455,216 +446,21 @@ def test_the_loss_chunk_is_that_of_the_loss():
     assert local.rows == 32 and local.loss_chunk_tokens == 32 * 32  # 1024 // 32 rows: 32 tokens of each row, 1000 in 32 chunks of 32
 
 
-START, BACKWARD, WHOLE = "start of the backward pass", "backward pass", "whole step"
+START, WHOLE = "start of the backward pass", "whole step"
 AT_START = (START, "first turns of the backward pass", "reductions of the first layers")
 """Points of the plan before the loop over layers."""
 LAST = "last layer of the backward pass"
 AT_END = (LAST, "reductions after the layers")
 """Points of the plan in the backward pass of the first layer, which comes last, and of the tables."""
-CLOSE = {
-    ("models/gemma2-9b", "offload", "dgx-h200"): {BACKWARD: 0.018, WHOLE: 0.025},
-    ("models/phi4-14b", "offload", "", ""): {START: 0.02, BACKWARD: 0.02, WHOLE: 0.012},
-    ("models/gemma3-4b", "full", "dgx-h200"): {"loss": 0.012, START: 0.012, BACKWARD: 0.022, WHOLE: 0.012},
-    ("models/gemma2-2b", "full", "dgx-a100"): {"loss": 0.02, START: 0.012, BACKWARD: 0.012, WHOLE: 0.012},
-    ("models/qwen3-32b", "offload", 8192): {START: 0.012, BACKWARD: 0.012, LAST: 0.015, WHOLE: 0.012},
-    ("models/qwen3-4b", "offload"): {START: 0.012, BACKWARD: 0.03, WHOLE: 0.03},
-    ("models/llama-3.1-8b", "offload", "", ""): {START: 0.012, BACKWARD: 0.02, LAST: 0.012, WHOLE: 0.012},
-    ("models/qwen2.5-32b", "offload", "dgx-h200", "tensor"): {BACKWARD: 0.012, LAST: 0.012, WHOLE: 0.012},
-    ("models/qwen2.5-32b", "offload", "", ""): {START: 0.025, BACKWARD: 0.04, WHOLE: 0.015},
-    ("models/qwen3-8b", "offload", "", ""): {START: 0.012, BACKWARD: 0.012, WHOLE: 0.012},
-    ("models/llama-3.1-8b", "offload", "gb200-nvl72", "tensor"): {START: 0.012, BACKWARD: 0.012, WHOLE: 0.012},
-    ("models/olmo2-7b", "offload", "dgx-a100", "tensor"): {START: 0.012, BACKWARD: 0.012, WHOLE: 0.012},
-    ("models/llama-3.1-8b", "offload", "dgx-a100"): {BACKWARD: 0.012, WHOLE: 0.012},
-    ("models/qwen2.5-14b", "offload"): {"loss": 0.012, WHOLE: 0.012},
-    ("models/mistral-nemo-12b", "offload", "dgx-b200", "tensor"): {"loss": 0.018, WHOLE: 0.012},
-    ("models/qwen3-8b", "offload", "", "tensor"): {START: 0.014, BACKWARD: 0.012, WHOLE: 0.012},
-    ("models/qwen2.5-7b", "offload", "dgx-h200", "tensor"): {BACKWARD: 0.012, LAST: 0.012, WHOLE: 0.012},
-    ("models/llama-3.1-8b", "offload", "", "tensor"): {BACKWARD: 0.012, LAST: 0.012, WHOLE: 0.012},
-    ("models/llama-3.2-3b", "none", 8192): {START: 0.06},
-    ("models/llama-3.1-8b", "none", 8192): {START: 0.06},
-    ("models/gemma2-9b", "full", "dgx-a100", "tensor"): {START: 0.012, WHOLE: 0.02},
-    ("models/gemma2-9b", "full", "", "tensor"): {START: 0.015, BACKWARD: 0.07, WHOLE: 0.012},
-    ("models/gemma2-2b", "full", "", "tensor"): {START: 0.012, WHOLE: 0.012},
-    ("models/gemma2-9b", "none", "gb200-nvl72"): {"loss": 0.012, START: 0.015, BACKWARD: 0.015, WHOLE: 0.012},
-    ("models/gemma2-2b", "none", "gb200-nvl72"): {"loss": 0.015, START: 0.04, BACKWARD: 0.012, WHOLE: 0.012},
-    ("models/olmo3-7b", "none", "dgx-b200"): {"loss": 0.012, START: 0.025, BACKWARD: 0.012, WHOLE: 0.015},
-    ("models/gemma2-9b", "offload"): {WHOLE: 0.015},
-    ("models/gemma2-9b", "offload", 4096): {"loss": 0.012, BACKWARD: 0.012},
-    ("models/gemma2-9b", "offload", 32768): {"loss": 0.03, BACKWARD: 0.012},
-    ("models/gemma3-4b", "offload"): {WHOLE: 0.012},
-    ("models/gemma2-2b", "offload"): {"loss": 0.02, START: 0.012, WHOLE: 0.015},
-    ("models/gemma3-12b", "offload", 1024): {"loss": 0.015, WHOLE: 0.05},
-    ("models/gemma3-12b", "offload", 2048): {"loss": 0.027, WHOLE: 0.035},
-    ("models/gemma3-12b", "offload", 8192): {"loss": 0.017, WHOLE: 0.03},
-    ("models/phi4-14b", "offload"): {"loss": 0.025, "optimizer": 0.25, WHOLE: 0.11},
-    ("models/qwen2.5-32b", "offload"): {"optimizer": 0.03},
-    ("models/gemma3-12b", "full"): {START: 0.02, BACKWARD: 0.012, WHOLE: 0.012},
-    ("models/olmo3-7b", "dots"): {"loss": 0.012, START: 0.02, BACKWARD: 0.045},
-    ("models/gemma3-4b", "none"): {"loss": 0.015, START: 0.012},
-    ("models/gemma3-4b", "dots"): {START: 0.02, BACKWARD: 0.012},
-    ("models/qwen3-8b", "none"): {"loss": 0.025, START: 0.012, BACKWARD: 0.012},
-    ("models/qwen3-32b", "offload"): {
-        "loss": 0.012,
-        START: 0.012,
-        BACKWARD: 0.012,
-        "last layer of the backward pass": 0.012,
-        WHOLE: 0.012,
-    },
-    ("models/qwen2.5-7b", "offload"): {"loss": 0.012, BACKWARD: 0.012, "last layer of the backward pass": 0.012, WHOLE: 0.015},
-    ("models/llama-3.2-3b", "offload"): {"loss": 0.012, BACKWARD: 0.022, "last layer of the backward pass": 0.012, WHOLE: 0.016},
-    ("models/mistral-nemo-12b", "offload"): {START: 0.02, "last layer of the backward pass": 0.015, WHOLE: 0.02},
-    ("models/qwen3-32b", "attention-only"): {BACKWARD: 0.012, WHOLE: 0.05},
-    ("models/llama-3.1-8b", "attention-only"): {START: 0.025, BACKWARD: 0.012, WHOLE: 0.03},
-    ("models/llama-3.1-8b", "names"): {START: 0.02, BACKWARD: 0.04, WHOLE: 0.012},
-    ("models/qwen2.5-32b", "none"): {"loss": 0.012, START: 0.012, BACKWARD: 0.015},
-    ("models/qwen3-8b", "attention-only"): {START: 0.035},
-    ("models/llama-3.1-8b", "attention-only", 1024): {BACKWARD: 0.018, LAST: 0.012, WHOLE: 0.015},
-    ("models/llama-3.1-8b", "full", 1024): {"optimizer": 0.035, WHOLE: 0.025},
-    ("models/qwen2.5-32b", "full"): {LAST: 0.012, WHOLE: 0.012},
-    ("models/qwen3-14b", "full"): {LAST: 0.012, WHOLE: 0.012},
-    ("models/qwen3-14b", "full", "tensor"): {"optimizer": 0.02, WHOLE: 0.02},
-    ("models/qwen2.5-7b", "full"): {"optimizer": 0.012, WHOLE: 0.012},
-    ("models/llama-3.1-70b", "names"): {START: 0.012, BACKWARD: 0.045, WHOLE: 0.015},
-    ("models/gemma3-4b", "full"): {"loss": 0.025, START: 0.025, BACKWARD: 0.012},
-    ("models/mistral-nemo-12b", "names"): {START: 0.012, BACKWARD: 0.015},
-    ("models/llama-2-7b", "dots"): {"loss": 0.03, START: 0.012, BACKWARD: 0.015},
-    ("models/llama-2-13b", "none"): {START: 0.012, BACKWARD: 0.025},
-    ("models/gemma2-9b", "names"): {"loss": 0.015, START: 0.045, WHOLE: 0.012},
-    ("models/llama-3.1-8b", "full"): {START: 0.012, BACKWARD: 0.02},
-    ("models/gemma3-4b", "names"): {"loss": 0.012, START: 0.012, BACKWARD: 0.012, WHOLE: 0.012},
-    ("models/olmo2-7b", "full"): {"loss": 0.012, START: 0.03, BACKWARD: 0.012},
-    ("models/qwen2.5-7b", "none"): {START: 0.012, BACKWARD: 0.02, WHOLE: 0.012},
-    ("models/gemma3-4b", "names", 32768): {"loss": 0.012, START: 0.045, WHOLE: 0.04},
-    ("models/llama-3.1-8b", "none", 2048): {START: 0.012, BACKWARD: 0.012, WHOLE: 0.015},
-    ("models/qwen3-8b", "names"): {START: 0.03, BACKWARD: 0.02, WHOLE: 0.012},
-    ("models/qwen3-1.7b", "offload"): {"loss": 0.02, START: 0.012, BACKWARD: 0.012, "last layer of the backward pass": 0.012, WHOLE: 0.012},
-    ("models/qwen3-1.7b", "full"): {"loss": 0.018, START: 0.012, BACKWARD: 0.035, WHOLE: 0.03},
-    ("models/olmo2-7b", "offload"): {BACKWARD: 0.05, WHOLE: 0.015},
-    ("models/llama-3.1-8b", "names", 16384): {"loss": 0.02, START: 0.012, BACKWARD: 0.012, WHOLE: 0.012},
-    ("models/phi4-14b", "names"): {START: 0.012, BACKWARD: 0.035, WHOLE: 0.015},
-    ("models/gemma3-4b", "names", "tensor"): {"loss": 0.03, START: 0.018, BACKWARD: 0.012, WHOLE: 0.012},
-    ("models/gemma3-12b", "names", "tensor"): {
-        "loss": 0.03,
-        START: 0.012,
-        BACKWARD: 0.012,
-        "last layer of the backward pass": 0.02,
-        WHOLE: 0.012,
-    },
-    ("models/gemma2-9b", "names", "tensor"): {
-        "loss": 0.012,
-        START: 0.015,
-        BACKWARD: 0.015,
-        "last layer of the backward pass": 0.03,
-        WHOLE: 0.015,
-    },
-    ("models/gemma3-4b", "full", "tensor"): {"loss": 0.045, START: 0.037, BACKWARD: 0.012, WHOLE: 0.038},
-    ("models/gemma3-12b", "full", "tensor"): {"loss": 0.012, BACKWARD: 0.053, WHOLE: 0.035},
-    ("models/olmo3-7b", "full", "tensor"): {"loss": 0.04, START: 0.05, BACKWARD: 0.015, WHOLE: 0.025},
-    ("models/gemma3-4b", "none", "tensor"): {"loss": 0.012, START: 0.012, WHOLE: 0.02},
-    ("models/gemma2-9b", "none", "tensor"): {"loss": 0.012, START: 0.012, BACKWARD: 0.015, WHOLE: 0.012},
-    ("models/gemma3-4b", "dots", "tensor"): {"loss": 0.012, START: 0.035, BACKWARD: 0.036, WHOLE: 0.035},
-    ("models/olmo2-13b", "names"): {"loss": 0.012, START: 0.012, BACKWARD: 0.012, WHOLE: 0.012},
-    ("models/olmo2-1b", "names"): {"loss": 0.025, START: 0.03, BACKWARD: 0.02, WHOLE: 0.02},
-    ("models/qwen2.5-1.5b", "offload"): {START: 0.012, BACKWARD: 0.012, LAST: 0.012, WHOLE: 0.016},
-    ("models/qwen2.5-1.5b", "offload", "dgx-a100"): {START: 0.012, BACKWARD: 0.012, LAST: 0.012, WHOLE: 0.012},
-    ("models/llama-3.2-3b", "offload", "dgx-a100"): {START: 0.02, BACKWARD: 0.012, LAST: 0.02, WHOLE: 0.015},
-    ("models/olmo2-7b", "offload", "dgx-a100"): {START: 0.02, BACKWARD: 0.025, LAST: 0.03, WHOLE: 0.02},
-    ("models/gemma2-9b", "full", "dgx-h200"): {"loss": 0.012, START: 0.022, BACKWARD: 0.018, WHOLE: 0.012},
-    ("models/olmo2-7b", "offload", 4096): {START: 0.012, BACKWARD: 0.018, WHOLE: 0.012},
-    ("models/olmo2-1b", "offload", "tensor"): {START: 0.02, BACKWARD: 0.012, WHOLE: 0.015},
-    ("models/olmo3-7b", "offload", "dgx-a100"): {START: 0.012, BACKWARD: 0.012, WHOLE: 0.012},
-    ("models/olmo3-7b", "offload", "gb200-nvl72"): {BACKWARD: 0.012, WHOLE: 0.012},
-    ("models/olmo2-13b", "offload", "dgx-a100"): {START: 0.04, BACKWARD: 0.055, LAST: 0.04, WHOLE: 0.012},
-    ("models/llama-3.1-8b", "full", "gb200-nvl72"): {START: 0.02, BACKWARD: 0.012, LAST: 0.015, WHOLE: 0.012},
-    ("models/llama-3.2-1b", "full", "gb200-nvl72"): {START: 0.012, BACKWARD: 0.012, WHOLE: 0.012},
-    ("models/llama-3.2-1b", "full", "dgx-a100"): {START: 0.015, BACKWARD: 0.012, LAST: 0.025, WHOLE: 0.018},
-    ("models/llama-3.1-8b", "names", "gb200-nvl72", "tensor"): {"loss": 0.012, START: 0.012, BACKWARD: 0.02, WHOLE: 0.012},
-    ("models/llama-2-7b", "dots", "dgx-a100"): {"loss": 0.012, START: 0.012, BACKWARD: 0.012, WHOLE: 0.012},
-    ("models/qwen2.5-7b", "full", "gb200-nvl72"): {START: 0.04, BACKWARD: 0.012, WHOLE: 0.03},
-    ("models/olmo2-7b", "full", "dgx-a100"): {START: 0.025, BACKWARD: 0.012, WHOLE: 0.027},
-    ("models/qwen2.5-1.5b", "full"): {START: 0.05, WHOLE: 0.025},
-    ("models/qwen3-8b", "full", "tensor"): {"optimizer": 0.012, WHOLE: 0.012},
-    ("models/qwen2.5-32b", "names"): {START: 0.012, BACKWARD: 0.025, WHOLE: 0.012},
-    ("models/llama-2-13b", "full"): {START: 0.03, BACKWARD: 0.02, WHOLE: 0.012},
-    ("models/qwen3-8b", "none", "tensor"): {START: 0.015, BACKWARD: 0.025, WHOLE: 0.035},
-    ("models/mistral-nemo-12b", "offload", "dgx-b200"): {START: 0.012, BACKWARD: 0.012, LAST: 0.012, WHOLE: 0.012},
-    ("models/llama-3.1-8b", "full", "dgx-b200"): {START: 0.045, BACKWARD: 0.03, WHOLE: 0.012},
-    ("models/llama-3.1-8b", "names", "dgx-b200"): {START: 0.035, BACKWARD: 0.045, WHOLE: 0.025},
-    ("models/llama-3.1-8b", "names", "gb200-nvl72"): {START: 0.012, BACKWARD: 0.025, WHOLE: 0.012},
-    ("models/llama-3.1-8b", "offload", "dgx-b200"): {BACKWARD: 0.03, WHOLE: 0.012},
-    ("models/llama-3.1-8b", "dots", "gb200-nvl72"): {START: 0.012, BACKWARD: 0.03, WHOLE: 0.012},
-    ("models/llama-3.2-3b", "offload", "gb200-nvl72"): {START: 0.012, BACKWARD: 0.012, LAST: 0.012, WHOLE: 0.012},
-    ("models/gemma3-12b", "offload", "gb200-nvl72"): {START: 0.015, BACKWARD: 0.012, WHOLE: 0.012},
-    ("models/olmo3-7b", "full", "gb200-nvl72"): {START: 0.012, BACKWARD: 0.025, WHOLE: 0.015},
-    ("models/olmo3-7b", "names", "gb200-nvl72"): {START: 0.012, BACKWARD: 0.022, WHOLE: 0.018},
-    ("models/llama-2-7b", "full", "gb200-nvl72"): {START: 0.012, BACKWARD: 0.012, WHOLE: 0.012},
-    ("models/llama-3.1-8b", "full", "dgx-a100"): {START: 0.012, BACKWARD: 0.012, WHOLE: 0.015},
-    ("models/qwen3-4b", "full", "gb200-nvl72"): {START: 0.012, BACKWARD: 0.012, WHOLE: 0.012},
-    ("models/gemma3-12b", "full", "gb200-nvl72"): {START: 0.012, BACKWARD: 0.012, WHOLE: 0.015},
-    ("models/olmo3-7b", "full", "dgx-b200"): {START: 0.035, BACKWARD: 0.025, WHOLE: 0.012},
-    ("models/qwen3-14b", "full", "dgx-b200"): {BACKWARD: 0.035, WHOLE: 0.015},
-    ("models/olmo2-1b", "full"): {START: 0.012, BACKWARD: 0.018, WHOLE: 0.015},
-    ("models/olmo2-7b", "full", 4096): {START: 0.015, WHOLE: 0.012},
-    ("models/llama-3.1-8b", "full", 4096): {START: 0.035, BACKWARD: 0.018, LAST: 0.035, WHOLE: 0.025},
-    ("models/qwen3-1.7b", "full", 4096): {START: 0.015, BACKWARD: 0.022, LAST: 0.018, WHOLE: 0.012},
-    ("models/llama-3.1-8b", "names", "data"): {START: 0.012, BACKWARD: 0.012, WHOLE: 0.012},
-    ("models/llama-3.1-8b", "dots", 4096): {START: 0.015, BACKWARD: 0.012, WHOLE: 0.012},
-    ("models/mistral-nemo-12b", "dots"): {START: 0.012, WHOLE: 0.012},
-    ("models/olmo2-7b", "attention-only"): {START: 0.012, BACKWARD: 0.018, WHOLE: 0.012},
-    ("models/olmo2-13b", "attention-only"): {START: 0.015, BACKWARD: 0.025, WHOLE: 0.022},
-    ("models/gemma3-4b", "names", 1024): {"loss": 0.012, WHOLE: 0.012},
-    ("models/glm4-9b", "full"): {"loss": 0.02, START: 0.025, WHOLE: 0.03},
-    ("models/olmo2-1b", "full", 4096): {"loss": 0.03, WHOLE: 0.035},
-    ("models/olmo2-7b", "offload", "dgx-b200"): {START: 0.012, BACKWARD: 0.012, WHOLE: 0.015},
-    ("models/olmo2-1b", "offload"): {START: 0.02, BACKWARD: 0.012, WHOLE: 0.015},
-    ("models/mistral-nemo-12b", "offload", "dgx-a100"): {BACKWARD: 0.012, WHOLE: 0.02},
-    ("models/qwen3-8b", "offload", "dgx-a100"): {BACKWARD: 0.012, WHOLE: 0.012},
-    ("models/olmo2-7b", "dots"): {"loss": 0.012, START: 0.012, WHOLE: 0.012},
-    ("models/glm4-9b", "dots"): {START: 0.012, BACKWARD: 0.012, WHOLE: 0.012},
-    ("models/gpt2-xl", "none", "dgx-a100"): {START: 0.012, WHOLE: 0.012},
-    ("models/llama-3.2-1b", "none", 16384): {START: 0.015, WHOLE: 0.015},
-    ("models/qwen3-1.7b", "none", 8192): {START: 0.015, WHOLE: 0.025},
-    ("models/mistral-nemo-12b", "dots", "tensor"): {START: 0.04, BACKWARD: 0.022, WHOLE: 0.03},
-    ("models/llama-3.2-1b", "full", "tensor"): {START: 0.012, WHOLE: 0.012},
-    ("models/olmo2-7b", "full", "dgx-b200", ""): {START: 0.035, BACKWARD: 0.015, WHOLE: 0.035},
-    ("models/olmo2-1b", "full", "", "tensor"): {START: 0.012, BACKWARD: 0.012, WHOLE: 0.012},
-    ("models/olmo2-7b", "dots", 4096): {START: 0.04, BACKWARD: 0.012, WHOLE: 0.038},
-    ("models/llama-2-13b", "offload", "dgx-a100"): {BACKWARD: 0.025, "optimizer": 0.055, WHOLE: 0.025},
-    ("models/llama-3.2-1b", "none", "", "tensor"): {"loss": 0.012, START: 0.012, BACKWARD: 0.012, WHOLE: 0.025},
-    ("models/qwen3-1.7b", "none", "mn5-acc", "tensor"): {"loss": 0.012, BACKWARD: 0.012, WHOLE: 0.012},
-    ("models/llama-3.1-8b", "attention-only", "mn5-acc", "tensor"): {"loss": 0.02, WHOLE: 0.015},
-    ("models/glm4-9b", "full", 16384): {START: 0.012, WHOLE: 0.018},
-    ("models/llama-3.2-1b", "attention-only"): {START: 0.012, WHOLE: 0.012},
-    ("models/olmo2-7b", "full", "tensor"): {START: 0.05, BACKWARD: 0.012, WHOLE: 0.035},
-    ("models/llama-3.1-8b", "full", 16384): {START: 0.035, BACKWARD: 0.025, WHOLE: 0.04},
-    ("models/olmo2-7b", "full", "dgx-b200"): {START: 0.015, BACKWARD: 0.02, WHOLE: 0.03},
-    ("models/llama-3.1-70b", "full"): {START: 0.015, WHOLE: 0.025},
-    ("models/mistral-nemo-12b", "full"): {START: 0.012, WHOLE: 0.012},
-    ("models/olmo2-1b", "offload", 32768): {START: 0.025, WHOLE: 0.03},
-    ("models/olmo2-1b", "full", "gb200-nvl72", ""): {START: 0.012, BACKWARD: 0.035, WHOLE: 0.025},
-    ("models/olmo2-7b", "full", "gb200-nvl72", ""): {START: 0.012, BACKWARD: 0.015, WHOLE: 0.015},
-    ("models/qwen3-1.7b", "offload", "dgx-h200"): {START: 0.012, WHOLE: 0.022},
-}
-"""Model and policy, and where several have both the length of the rows or a mesh with tensor or data -> points whose sum of components is
-planned closely, and how closely; at other points of these steps less is live than planned, or the plan is known to be off. Steps with
-experts have the same in their rows (within)."""
-
 
 def test_the_components_at_a_point_sum_to_the_heap_there():
-    """A missing term shows here where the tolerance of the peak, or another point that is the peak, hides it."""
-    seen = set()
+    """A missing term shows here where the tolerance of the peak, or another point that is the peak, hides it.
+
+    Rows say how closely their points are planned (within); at other points less is live than planned, or the plan is known to be off.
+    """
     for case in HEAPS:
+        close = case.get("within", {})
         resolved = load(case["config"], case["overrides"]).config
-        key = (case["config"], resolved.compute.remat.policy)
-        several = (
-            (*key, case.get("cluster", ""), "tensor" if "tensor" in case["mesh"] else ""),
-            (*key, case.get("cluster", "")),
-            (*key, resolved.data.seq_len),
-            (*key, "tensor" if "tensor" in case["mesh"] else ""),
-            (*key, "data" if "data" in case["mesh"] else ""),
-        )
-        key = next((longer for longer in several if longer in CLOSE), key)
-        close = case.get("within") or CLOSE.get(key, {})
         local = LocalSizes.of(resolved, dict.fromkeys(MESH_AXES, 1) | case["mesh"])
         backend = local.attention_backend()
         device = device_of(case)
@@ -678,10 +474,9 @@ def test_the_components_at_a_point_sum_to_the_heap_there():
         for point, tolerance in close.items():
             if point != WHOLE:
                 total = sum(part.bytes for part in planned[point].values())
-                assert total == pytest.approx(case["heap_at"][point], rel=tolerance), (key, point)
-        seen |= {key} & set(CLOSE)
-        assert abs(relative_error(case | {"overlap": True, "combined": True})) < close.get(WHOLE, 0.055), key
-    assert seen == set(CLOSE)
+                assert total == pytest.approx(case["heap_at"][point], rel=tolerance), (case, point)
+        assert abs(relative_error(case | {"overlap": True, "combined": True})) < close.get(WHOLE, 0.055), case
+    assert sum(len(case.get("within", {})) for case in HEAPS) > 900
 
 
 def test_kept_gate_and_up_are_read_from_the_stacks_in_the_mlps_backward_pass():
