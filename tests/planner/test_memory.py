@@ -453,6 +453,7 @@ LAST = "last layer of the backward pass"
 AT_END = (LAST, "reductions after the layers")
 """Points of the plan in the backward pass of the first layer, which comes last, and of the tables."""
 
+
 def test_the_components_at_a_point_sum_to_the_heap_there():
     """A missing term shows here where the tolerance of the peak, or another point that is the peak, hides it.
 
