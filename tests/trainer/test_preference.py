@@ -79,7 +79,7 @@ def make_config(corpus: Path | str, run_dir: Path | str, **sections: Any) -> Con
         "data": {"train": [{"path": f"{corpus}/train"}], "seq_len": LENGTH, "batch_size": ROWS},
         "preference": {"loss": "dpo"},
         "evaluation": {"sets": {"held": f"{corpus}/held"}},
-        "optimizer": {"learning_rate": 1e-2, "weight_decay": 0.0},
+        "optimizer": {"learning_rate": 3e-3, "weight_decay": 0.0},
         "trainer": {"steps": STEPS, "log_every": 1},
         "checkpoint": {"every": STEPS // 2},
         "logging": {"tensorboard": False},
