@@ -74,12 +74,14 @@ class AfterLayers(LiveBuffers):
     def embedding_gradient(self) -> dict[str, Component]:
         """Return what is live after the layers: unsharded gradients of embedding and unembedding, and a reduced one.
 
-        Over data alone, with mesh.zero_stage=2, the reduced one is scattered (heaps of Llama 3.1 8B, data=8).
+        A tied table has one sum of both, but where the unembedding's was reduced before the layers (heap of Gemma 3 12B with values in host
+        memory). Over data alone, with mesh.zero_stage=2, the reduced one is scattered (heaps of Llama 3.1 8B, data=8).
         """
         local = self.local
         whole = 4 * local.table
         reduced = whole // (local.fsdp if local.fsdp > 1 else self.sharded.fsdp)
-        both = min(whole, self.unembedding_gradient().bytes) if local.model.tie_embeddings else whole // local.fsdp
+        one_sum = local.model.tie_embeddings and not local.config.compute.reduces_unembedding_first
+        both = whole if one_sum else whole // local.fsdp
         gradients = self.layer_gradients * self.stack_itemsize
         return {
             "gradients": Component(gradients + both, "of the layers and of the unembedding"),

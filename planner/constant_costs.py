@@ -39,7 +39,8 @@ def gradients_after_ordered_attention(local: LocalSizes, program: GpuProgram) ->
     """Return whether the pending weight gradients of a layer come after attention's backward pass in the next layer of an ordered turn.
 
     So where no matmul of keys is split: with the sums of a split one there are enough counted kernels before attention. (Heaps of Gemma 2
-    on A100: 9B with 7, 8 and 21 turns; 27B over tensor=2; not 2B over tensor=2 and 27B over tensor=8, which split.)
+    on A100: 9B over tensor=4 with 7, 8 and 21 turns, not 2B over tensor=2, which splits. For 27B over tensor=2 with 6 turns it is too much:
+    6 % of the step.)
     """
     plain = local.tensor > 1 and local.config.compute.tensor_overlap == "gather" and local.config.precision.matmul == "compute"
     alone = local.config.compute.remat.policy == "full" and local.config.trainer.accumulation == 1
