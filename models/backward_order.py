@@ -1,7 +1,8 @@
 """The order of the backward pass: after all that the loop over layers saved (`after_forward`), and of the layers in one turn of that loop.
 
 Where kinds of layers alternate, a turn has one layer of each kind. XLA's scheduler would mix them: begin the recomputation of several
-layers at once, and delay the weight gradients of all layers to the end of the turn, with all that these are computed from.
+layers at once, and delay the weight gradients of all layers to the end of the turn, with all that these are computed from. Matmuls of dense
+layers also have their weight gradients computed first, each before the gradient of its input is used (`Matmul.gradients_first`).
 
 A slot has arrays like the parameters of a layer, whose values are not used: its gradient is that of the parameters. The loop carries one
 from turn to turn (models/parallelize.py says where it does not): outside of the loop XLA would delay the weight gradients of a turn's first

@@ -29,7 +29,7 @@ from ridgeline.models.moe.experts import Experts
 from ridgeline.models.moe.grouped_matmul import Ragged, choose_kernel
 from ridgeline.models.remat import Remat
 from ridgeline.planner.experts import exchange_method
-from ridgeline.planner.recompute import in_order, in_scan, saves_first, waits_for_gradient
+from ridgeline.planner.recompute import gradients_first, in_order, in_scan, saves_first, waits_for_gradient
 from ridgeline.sharding.partition import Partitioner
 
 Result = TypeVar("Result")
@@ -137,6 +137,8 @@ def parallelize(
             compute.remat.policy, compute.remat.names, partitioner.mesh.shape["context"], experts=model.moe is not None
         ),
         frozen=frozen,
+        gradients_first=gradients_first(model, compute, frozen=frozen, tensor=shape["tensor"])
+        and all(partitioner.axis_size(axis) == 1 for axis in ("heads", "kv_heads", "head_dim", "mlp")),  # own mesh.rules
         keeps_input=saved and not remat.recomputes_blocks,
     )
 

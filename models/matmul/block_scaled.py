@@ -127,8 +127,7 @@ def weight_gradient(
 ) -> jax.Array:
     """Return einsum(equation, x, dy) over all devices, in `dtype`, sharded like the parameter with these logical axes."""
     batch = partitioner.rules.mesh_axes("batch")
-    over = active(partitioner, batch)
-    local = partial(_local, platform_of(partitioner), format, equation, (over, over), dtype)
+    local = partial(local_weight_gradient, partitioner, format, equation, dtype=dtype)
     if partitioner.mesh.size == 1:
         return local(x, dy)
     inputs, out = equation.split("->")
@@ -141,6 +140,14 @@ def weight_gradient(
     )
     dw: jax.Array = run(x, dy)
     return dw
+
+
+def local_weight_gradient(
+    partitioner: Partitioner, format: Format, equation: str, x: jax.Array, dy: jax.Array, dtype: jnp.dtype
+) -> jax.Array:
+    """Return einsum(equation, x, dy) of the tokens of a device (inside `on_shards`), in `dtype`."""
+    over = active(partitioner, partitioner.rules.mesh_axes("batch"))
+    return _local(platform_of(partitioner), format, equation, (over, over), dtype, x, dy)
 
 
 def check_mesh(partitioner: Partitioner, name: str) -> None:

@@ -25,11 +25,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from ridgeline.models.int8 import Int8, Matrix, scale_axes, values_of
 from ridgeline.models.matmul import block_scaled, dense, fp8
 from ridgeline.models.params import Amax, logical_axes
-from ridgeline.sharding.manual import look_up, look_up_gradient, on_shards, row_major
+from ridgeline.sharding.manual import look_up, look_up_gradient, on_shards, reduce_gradient, row_major
 
 if TYPE_CHECKING:
     from ridgeline.sharding.partition import Partitioner
@@ -58,6 +59,8 @@ class Matmul:
     """The embedding's gradient may begin before the layers' backward pass ends (configs/remat.py)."""
     frozen: bool = False
     """Parameters have no gradient."""
+    gradients_first: bool = False
+    """Nothing reads the gradient of the input before those of the parameters are computed; they may be reduced later."""
     keeps_input: bool = False
     """What `gather_input` returns is kept for the backward pass. XLA gathers the sequences of several rows in another layout than the
     backward pass reads, and would transpose the stacks of all layers: each layer's is transposed instead."""
@@ -222,14 +225,20 @@ def _matmuls_backward(
     if amax is not None:
         new_amax = jnp.stack([fp8.amax_of_row_shards(matmul.partitioner, operand) for operand in (x, *dys)])
     x = _quantized_input(matmul, x, amax)
-    dxs, dws = [], []
-    for index, (equation, names, w, dy) in enumerate(zip(equations, axes, gathered, dys, strict=True)):
-        dy = _quantized_gradient(matmul, dy, amax, index)
-        dxs.append(_input_gradient(matmul, equation, dy, _operand(matmul, w)))
-        stored = weights[index].w
-        assert not isinstance(stored, Int8), "only frozen matrices are stored in 8 bits"
-        dws.append(Weight(_weight_gradient(matmul, equation, names, x, dy).astype(stored.dtype), None))
-    return functools.reduce(jnp.add, dxs), tuple(dws), new_amax
+    dys = tuple(_quantized_gradient(matmul, dy, amax, index) for index, dy in enumerate(dys))
+    each = list(zip(equations, axes, dys, strict=True))
+    dx = functools.reduce(
+        jnp.add, [_input_gradient(matmul, eq, dy, _operand(matmul, w)) for (eq, _, dy), w in zip(each, gathered, strict=True)]
+    )
+    if matmul.gradients_first:
+        dx, dws = _weight_gradients_first(matmul, dx, x, each)
+    else:
+        dws = [_weight_gradient(matmul, equation, names, x, dy) for equation, names, dy in each]
+    found = []
+    for dw, weight in zip(dws, weights, strict=True):
+        assert not isinstance(weight.w, Int8), "only frozen matrices are stored in 8 bits"
+        found.append(Weight(dw.astype(weight.w.dtype), None))
+    return dx, tuple(found), new_amax
 
 
 _matmuls.defvjp(_matmuls_forward, _matmuls_backward)
@@ -313,6 +322,43 @@ def _weight_gradient(matmul: Matmul, equation: str, axes: LogicalAxes, x: jax.Ar
         # Replicated over tensor: XLA would compute a part on each of its devices, and permute the parts to the shards of fsdp.
         dw = matmul.partitioner.constrain(dw, *(None if axis == "embed" else axis for axis in axes))
     return matmul.partitioner.constrain_gradient(dw, *axes)
+
+
+def _weight_gradients_first(
+    matmul: Matmul, dx: jax.Array, x: jax.Array, each: Sequence[tuple[str, LogicalAxes, jax.Array]]
+) -> tuple[jax.Array, list[jax.Array]]:
+    """Return the gradient of a matmul's input, and those of its parameters, which are computed before anything reads the first.
+
+    What reads it does not wait for their reductions over devices. So the weight gradients are computed in `on_shards`, where those of a
+    device's own tokens are values. For parameters that are sharded over fsdp alone.
+
+    dx: the gradient of x. each: of each parameter its equation, its logical axes and the gradient of its result.
+    """
+    partitioner = matmul.partitioner
+    tokens = partitioner.rules.token_axes
+    stream = PartitionSpec(partitioner.rules.mesh_axes("batch"), partitioner.rules.mesh_axes("seq"))
+
+    def local(dx: jax.Array, x: jax.Array, dys: Sequence[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
+        grads = [_local_weight_gradient(matmul, equation, x, dy) for (equation, _, _), dy in zip(each, dys, strict=True)]
+        dx, grads = jax.lax.optimization_barrier((dx, grads))
+        return dx, [reduce_gradient(partitioner, dw, axes, tokens) for (_, axes, _), dw in zip(each, grads, strict=True)]
+
+    dys = [dy for _, _, dy in each]
+    if partitioner.mesh.size == 1:
+        return local(dx, x, dys)
+    shapes = [jax.eval_shape(partial(jnp.einsum, weight_equation(equation)), x, dy).shape for equation, _, dy in each]
+    specs = [partitioner.spec(axes, shape, "gradient") for (_, axes, _), shape in zip(each, shapes, strict=True)]
+    run = on_shards(partitioner, local, in_specs=(stream, stream, [stream] * len(dys)), out_specs=(stream, specs))
+    dx, dws = run(dx, x, dys)
+    return dx, [partitioner.constrain_gradient(dw, *axes) for (_, axes, _), dw in zip(each, dws, strict=True)]
+
+
+def _local_weight_gradient(matmul: Matmul, equation: str, x: jax.Array, dy: jax.Array) -> jax.Array:
+    """Return the gradient of a parameter by the tokens of a device (inside `on_shards`)."""
+    equation, dtype = weight_equation(equation), matmul.gradient_dtype
+    if matmul.block_format is not None:
+        return block_scaled.local_weight_gradient(matmul.partitioner, block_scaled.GRADIENTS, equation, x, dy, dtype)
+    return dense.weight_gradient(matmul.partitioner, equation, x, dy, dtype)
 
 
 # The lookup and its reductions are written by hand (sharding/manual.py): XLA would communicate the whole table when its rows are sharded.

@@ -58,10 +58,8 @@ def equations(jaxpr: Any, loops: int = 0) -> Iterator[tuple[int, Any]]:
 
 
 def barriers(decoder: Decoder, loops: int) -> list[tuple[tuple[int, ...], ...]]:
-    """Shapes of the operands of each barrier in the gradients' program that has those of a layer's parameters, in so many loops."""
-    graphdef, state = nnx.split(decoder)
-    program = jax.make_jaxpr(jax.grad(lambda s: jnp.sum(nnx.merge(graphdef, s)(tokens(ROWS, LENGTH)))))(state)
-    model = decoder.model
+    """Shapes of the operands of each barrier in the gradients' program that has those of all parameters of a layer, in so many loops."""
+    program, model, parameters = gradients_program(decoder), decoder.model, len(jax.tree.leaves(nnx.state(decoder.blocks)))
     wide = (BASE["embed_dim"], BASE["mlp_dim"])
     wide = wide if model.moe is None else (BASE["embed_dim"], model.moe.experts, model.expert_width)
     found = [
@@ -69,7 +67,12 @@ def barriers(decoder: Decoder, loops: int) -> list[tuple[tuple[int, ...], ...]]:
         for depth, equation in equations(program.jaxpr)
         if depth == loops and equation.primitive.name == "optimization_barrier"
     ]
-    return [shapes for shapes in found if wide in shapes]
+    return [shapes for shapes in found if wide in shapes and len(shapes) > parameters]
+
+
+def gradients_program(decoder: Decoder) -> Any:
+    graphdef, state = nnx.split(decoder)
+    return jax.make_jaxpr(jax.grad(lambda s: jnp.sum(nnx.merge(graphdef, s)(tokens(ROWS, LENGTH)))))(state)
 
 
 @pytest.mark.parametrize("policy", drawn(list(REMAT), 2))
@@ -146,9 +149,7 @@ def test_with_experts_also_the_last_layer_of_a_turn_waits_where_mlps_are_recompu
 
 @pytest.mark.parametrize("policy", ["full", "dots", "names"])
 def test_recomputation_waits_for_the_gradient_of_the_result_but_gathers_parameters_before(policy: str) -> None:
-    decoder = alternating(policy)
-    graphdef, state = nnx.split(decoder)
-    program = jax.make_jaxpr(jax.grad(lambda s: jnp.sum(nnx.merge(graphdef, s)(tokens(ROWS, LENGTH)))))(state)
+    program = gradients_program(alternating(policy))
     blocks = [e for _, e in equations(program.jaxpr) if e.primitive.name == "remat2" and e.params["differentiated"]]
     stream, matrix = (ROWS, LENGTH, BASE["embed_dim"]), (BASE["embed_dim"], BASE["mlp_dim"])
     query = (BASE["embed_dim"], BASE["num_heads"], BASE["embed_dim"] // BASE["num_heads"])
@@ -162,6 +163,34 @@ def test_recomputation_waits_for_the_gradient_of_the_result_but_gathers_paramete
         assert not any(wait for shape, wait in by_shape if shape[-2:] == matrix)
 
 
+@pytest.mark.parametrize("policy", drawn(list(REMAT), 2))
+@pytest.mark.parametrize(("mesh", "first"), [(None, True), ((1, 2, 1), True), ((2, 1, 1), True), ((1, 1, 2), False)])
+def test_weight_gradients_are_computed_before_the_gradient_of_the_input_is_used_and_reduced_after(
+    policy: str, mesh: tuple[int, int, int] | None, first: bool
+) -> None:
+    """In each layer four times: queries, keys and values; the attention's result; gate and up; down. Not over tensor.
+
+    Eight layers, of which a turn of three is in the loop: five are compiled.
+    """
+    decoder = alternating(policy, mesh=mesh, vocab_size=64)
+    assert decoder.execution.matmul.gradients_first is first
+    if not first:
+        return
+    found = list(equations(gradients_program(decoder).jaxpr))
+    matrices = {tuple(sorted(leaf.shape[1:])) for leaf in jax.tree.leaves(nnx.state(decoder.blocks)) if leaf.ndim > 2}
+    made = {out: equation for _, equation in found for out in equation.outvars}
+    tied = [e for _, e in found if e.primitive.name == "optimization_barrier" and 2 <= len(e.invars) <= 4]
+    tied = [e for e in tied if all(tuple(sorted(each.aval.shape)) in matrices for each in e.invars[1:])]
+    assert len(tied) == 4 * 5
+    for barrier in tied:
+        dx, *unreduced = barrier.invars
+        assert all(equation is barrier for _, equation in found if dx in equation.invars)
+        assert {made[each].primitive.name for each in unreduced} <= {"dot_general", "transpose", "reshape", "convert_element_type"}
+        if mesh is not None:
+            after = {e.primitive.name for _, e in found for each in barrier.outvars[1:] if each in e.invars}
+            assert after == ({"reduce_scatter"} if mesh[1] > 1 else {"psum"}), after
+
+
 def test_layers_of_one_kind_and_frozen_ones_have_no_barriers() -> None:
     model = ModelConfig(**BASE)
     assert not barriers(build(model, ComputeConfig(remat=REMAT["full"])), 1)
@@ -170,7 +199,7 @@ def test_layers_of_one_kind_and_frozen_ones_have_no_barriers() -> None:
     compute = ComputeConfig(remat=REMAT["full"], attention=AttentionConfig(backend="chunked", chunk=8))
     for lora, in_order in ((None, True), (LoraConfig(), True), (LoraConfig(rank=2), False)):
         execution = parallelize(own.model, compute, PrecisionConfig(compute="float32"), own.execution.partitioner, lora)
-        assert execution.in_order is in_order
+        assert execution.in_order is execution.matmul.gradients_first is in_order
 
 
 WINDOWED = {"sliding_window": 5, "full_attention_every": 2, "num_layers": 6}

@@ -351,12 +351,16 @@ def test_stages_equal_one_device(mesh, accumulation, model):
             pytest.param(*({"kv_heads": [], "act_kv_heads": []}, {"num_kv_heads": 1}), id="one key/value head"),
             pytest.param(*({"embed": []}, {}), id="parameters replicated over fsdp"),
             pytest.param(*({"residual_seq": []}, {}), id="norms not sequence-parallel"),
+            pytest.param(*({"embed": []}, KINDS | {"tensor": 1}), id="layers of several kinds, parameters replicated over fsdp"),
+            pytest.param(*({"mlp": ["data"], "act_mlp": []}, KINDS | {"tensor": 1}), id="layers of several kinds, MLPs cut"),
         ],
         1,
     ),
 )
 def test_other_rules_equal_one_device(rules, model):
-    compare(run(make_config(2, 2, 2, rules=rules, **model), jax.devices()), reference(**model))
+    model = dict(model)
+    tensor = model.pop("tensor", 2)
+    compare(run(make_config(2, 4 // tensor, tensor, rules=rules, **model), jax.devices()), reference(**model))
 
 
 def over_context(method: str, context: int, data: int = 1, fsdp: int = 1, tensor: int = 1, packed: bool = True, **settings) -> Config:
