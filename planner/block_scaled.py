@@ -100,37 +100,7 @@ def in_order(local: LocalSizes) -> bool:
     return local.config.precision.block_scaled is not None and several and not local.adapted and recomputes
 
 
-def in_mlp_in_order(local: LocalSizes, again: Recomputed, pending: int) -> tuple[int, int]:
-    """Return the sizes of hidden activations and of all others in the MLP of a layer of an ordered turn, less a stream in float32, as which
-    the inputs of two later layers are counted: they are cut out of the stacks early (of none to three in heaps).
-
-    mxfp8: as `in_mlp`, beside what the weight gradients of the layers before it are computed from; gelu's result is an array of its own.
-    nvfp4: the largest magnitude of the input of down is found over devices, and while that is reduced these weight gradients are computed.
-    Before that gate and up are there in float32, and one of them also in the compute dtype (with gelu, which is computed as soon as gate is
-    there, both its values are in the compute dtype); of the MLP neither its result nor the gradient of that. With norms before attention
-    and MLP also their inputs, and the input of attention in one byte. (Heaps of OLMo 3 7B and Gemma 3 12B, `full`.)
-
-    Kept gate and up are cut out of the stacks before the layer; with two layers pending, those of two later layers too, and one of the two
-    has quantized the operands of its MLP's weight gradients (heap of OLMo 3 7B, mxfp8, names of both).
-
-    pending: layers whose weight gradients are pending.
-    """
-    waiting = pending * before_weight_gradients(local, again, ordered=True)
-    gelu, gates = local.model.activation == "gelu_tanh", 2 if local.model.gated_mlp else 1
-    kept = gates - len({"gate", "up"} & again.weights)
-    hidden, others = in_mlp(local, again, at_start=False)
-    hidden += local.hidden_bytes * (gelu + kept)
-    if kept == gates and pending > 1:
-        hidden += 2 * kept * local.hidden_bytes - (gates + 1) * local.hidden_bytes // local.compute_itemsize
-    if local.config.precision.block_scaled == "nvfp4" and again.weights >= {"gate", "up"}:
-        hidden = (4 if gelu else 5) * local.hidden_bytes
-        others -= local.stream_bytes * again.mlp_update + local.stream_bytes // local.compute_itemsize
-    if local.model.norm_position == "both":
-        others += 2 * local.stream_bytes + local.stream_bytes // local.compute_itemsize
-    return hidden, others + waiting
-
-
-def before_weight_gradients(local: LocalSizes, again: Recomputed, *, ordered: bool = False) -> int:
+def before_weight_gradients(local: LocalSizes, again: Recomputed) -> int:
     """Return the size of what the weight gradients of a layer are computed from, where the scheduler delays them.
 
     Of the MLP's: hidden activations as in `in_mlp` after its kernel. Where gate and up are kept, neither of them; where attention's update
@@ -140,16 +110,12 @@ def before_weight_gradients(local: LocalSizes, again: Recomputed, *, ordered: bo
 
     Gradients of the weights of norms after attention and MLP are delayed too: both updates, and the gradients of their norms' results. So
     are those of norms of queries and keys: their inputs; from SUMMED_TOKENS on, the gradients of these are quantized early.
-
-    ordered: of a layer of a turn whose backward passes follow each other. Of norms those of the MLP alone are delayed: its update, the
-    gradient of that norm's result, and with a norm before it also the input and both gradients of it. Of attention in blocks the gradients
-    of values are not quantized yet, and with norms of queries and keys the gradients that leave these are there in float32.
     """
     gates, narrow = 2 if local.model.gated_mlp else 1, local.compute_itemsize
     # also the input of down
-    scaled = gates + (local.config.precision.block_scaled == "nvfp4" or (ordered and again.mlp_update))
+    scaled = gates + (local.config.precision.block_scaled == "nvfp4")
     hidden = (gates + 2 - again.mlp_update) * local.hidden_bytes
-    if not {"gate", "up"} & again.weights and not ordered:
+    if not {"gate", "up"} & again.weights:
         early = (narrow - 1) * gates * local.hidden_bytes // (2 * narrow) if again.attention_update else 0
         hidden = (gates + 1) * local.hidden_bytes - early
     hidden += scaled * scales(local, local.hidden_bytes)
@@ -161,14 +127,8 @@ def before_weight_gradients(local: LocalSizes, again: Recomputed, *, ordered: bo
         attention += local.context_bytes
     # Else the gradient of the norm is delayed too: its input, and its results' gradients by gate and by up.
     normed = 0 if local.tokens >= SUMMED_TOKENS or local.model.norm_position == "post" else (1 + gates) * local.stream_bytes
-    if ordered:
-        normed = (5 if local.model.norm_position == "both" else 2) * local.stream_bytes
-        if local.attention_backend() == "chunked":
-            wide = 4 * (local.query_bytes + local.key_bytes) if local.model.qk_norm else 0
-            attention += (wide + (narrow - 1) * local.value_bytes) // narrow
-    else:
-        normed += 4 * local.stream_bytes * again.mlp_update
+    normed += 4 * local.stream_bytes * again.mlp_update
     heads = local.query_bytes + local.key_bytes
     if local.model.qk_norm:
-        normed += heads + (heads // narrow if local.tokens >= SUMMED_TOKENS and not ordered else 0)
+        normed += heads + (heads // narrow if local.tokens >= SUMMED_TOKENS else 0)
     return hidden + attention + one_byte // narrow + normed

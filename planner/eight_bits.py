@@ -226,21 +226,6 @@ def _mlp_between_norms(local: LocalSizes, *, at_start: bool) -> tuple[int, int]:
     return in_kernel + down, others + first - 4 * local.tokens * model.embed_dim
 
 
-def in_order_in_any_layout(local: LocalSizes) -> int:
-    """Return the size of all but hidden activations in the MLP of a layer of an ordered turn, less a stream in float32, where float8 arrays
-    are read in any layout; of the other layers of the turn `Turn.before_weight_gradients`.
-
-    In float8 the inputs of attention and MLP and the gradient of the MLP's update. In the compute dtype attention's update and the gradient
-    of the layer's result, with norms before attention and MLP also the inputs of these and their results, from which the norms after are
-    computed. Of attention queries, keys (before their norms too), values and the result, in both dtypes. (Heaps of OLMo 3 7B, Gemma 3 4B.)
-    """
-    model = local.model
-    streams = (2 if model.norm_position == "post" else 6) * local.stream_bytes + one_byte(local, 3 * local.stream_bytes)
-    attention = local.query_bytes + local.key_bytes + local.value_bytes + local.context_bytes + one_byte(local, local.context_bytes)
-    attention += local.query_bytes + local.key_bytes if model.qk_norm else 0
-    return streams + attention - 4 * local.tokens * model.embed_dim
-
-
 def of_experts(local: LocalSizes) -> bool:
     """Return whether layers, one in a turn, have experts with a capacity in 8 bits: batched matmuls, whose results cuBLASLt gives in
     float32 and other kernels round. Without a capacity a kernel of this project rounds them."""

@@ -42,7 +42,7 @@ class InLoss(LayerPeak):
             # its input, that as it is normed or attention's update, queries, keys and attention's result
             early += 2 * local.cut_stream_bytes + local.query_bytes + local.key_bytes + local.context_bytes
         if self.turn.layers > 1 or self.turn.in_order:
-            early += self.turn.of_offload_in_loss(one_chunk) if policy == "offload" else 0
+            early += self.turn.of_offload_in_loss(one_chunk, self.backend) if policy == "offload" else 0
         # Of frozen layers XLA gathers two turns early: no gradients wait for their reduction meanwhile.
         layers = 2 * self.turn.layers if local.adapted else self.turn.in_loss * self.turn.layers + 1
         if policy == "offload" and self.turn.layers > 1 and not self.in_loop:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ridgeline.configs.remat import POLICIES
-from ridgeline.planner import block_scaled, constant_costs, eight_bits, expert_layers, narrow_experts, ordered_experts
+from ridgeline.planner import block_scaled, constant_costs, eight_bits, expert_layers, narrow_experts, ordered_dense, ordered_experts
 from ridgeline.planner.activations import attention_workspace, mask_bytes, offloads_inputs
 from ridgeline.planner.mlp_peak import MlpPeak
 from ridgeline.planner.recompute import FROM_BLOCK_INPUTS, Recomputed, recomputed
@@ -74,6 +74,9 @@ class LayerPeak(MlpPeak):
         if ordered_experts.applies(self):
             ordered = ordered_experts.points(self, mask, (at_end * stream, waiting + more), next_layer)
             return max(ordered, key=lambda point: sum(point[1:]))
+        if ordered_dense.applies(self):
+            ordered = ordered_dense.points(self, mask, 2 * local.mlp_matrix * local.matrix_itemsize, attention, at_start=at_start)
+            return max([*ordered, ("its end", hidden, at_end * stream, 0, waiting + more, mask)], key=lambda point: sum(point[1:]))
         narrow = self._points_of_narrow_matmuls(again, at_mlp, at_mlp - usual, together, sizes, at_start=at_start)
         if narrow:
             return max(narrow, key=lambda point: sum(point[1:]))
@@ -108,7 +111,7 @@ class LayerPeak(MlpPeak):
             *self._attention_with_final_states(attention),
             ("its end", hidden, at_end * stream, 0, waiting + more, mask),
             *([("its end", delayed, 0, 0, more, mask)] if self.turn.layers > 1 and recomputes else []),
-            *self._mlp_after_others(together, (at_mlp + slices) * hidden, down, mask, at_start=at_start),
+            *self._mlp_after_others(together, (at_mlp + slices) * hidden, down, mask),
             *self._attention_in_order(together),
             *self.in_experts(matrices, streams, mask, at_start=at_start),
         )
@@ -151,8 +154,6 @@ class LayerPeak(MlpPeak):
                 ("its attention", eight_bits.one_byte(local, 3 * hidden), 3 * stream + 5 * local.query_bytes, 0, 0, attention),
                 ("its end", hidden, at_end * stream, 0, end, mask),
             ]
-        if self.overlap and block_scaled.in_order(local):
-            return [("its MLP", *block_scaled.in_mlp_in_order(local, again, together), matrices, down, mask)]
         if block_scaled.applies(local):
             delayed = at_start and not self.scatters_scaled
             of_down = 0 if at_start or self.scatters_scaled else down

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ridgeline.planner import eight_bits, expert_layers, ordered_scales
+from ridgeline.planner import expert_layers, ordered_scales
 from ridgeline.planner.activations import NODE_DEVICES, offloads_inputs
 from ridgeline.planner.experts_peak import ExpertsPeak
 from ridgeline.planner.overlap import WIDEST_TENSOR
@@ -249,9 +249,7 @@ class MlpPeak(ExpertsPeak):
         rows = 0 if self.experts_late and recomputed(local.model, local.config.compute.remat).inputs else local.row_bytes
         return [at_mlp * local.hidden_bytes - local.row_bytes, min(3, at_mlp) * local.hidden_bytes + rows]
 
-    def _mlp_after_others(
-        self, layers: int, of_mlp: int, down: int, mask: int, *, at_start: bool
-    ) -> list[tuple[str, int, int, int, int, int]]:
+    def _mlp_after_others(self, layers: int, of_mlp: int, down: int, mask: int) -> list[tuple[str, int, int, int, int, int]]:
         """Return the point in the MLP of the last of some layers, when the weight gradients of the others are still to be computed.
 
         of_mlp, down, mask: the sizes of hidden activations, gradients and mask of a layer alone. Streams: inputs of attention and MLP,
@@ -267,31 +265,15 @@ class MlpPeak(ExpertsPeak):
         if narrow:
             # the gradient of gate or up, which is quantized next, and the input of down, one byte each
             of_mlp += local.hidden_bytes + local.hidden_bytes // local.compute_itemsize
-        if self.turn.in_order and local.tensor > 1:
+        if self.turn.in_order:
             sizes = self._mlp_in_order(of_mlp)
             if self.overlap and ordered_scales.applies(local, self.program):
                 sizes, others = self._mlp_with_earlier_scales(layers, of_mlp)
             return [("its MLP", others + hidden, streams, matrices, down, mask) for hidden, streams in sizes]
-        if self.turn.reads_any_layout:
-            of_mlp += eight_bits.separate_activation(local, recomputed(model, local.config.compute.remat), self.program)
-            return [("its MLP", others + of_mlp, eight_bits.in_order_in_any_layout(local), matrices, down, mask)]
-        if self.turn.measures_late:
-            return [("its MLP", others + of_mlp + self._kept_gelu, self._streams_measured_late(), matrices, down, mask)]
         streams = 6 * local.stream_bytes + local.query_bytes + local.context_bytes + 2 * local.key_bytes
-        if self.turn.in_order and not narrow:
-            streams -= local.stream_bytes  # no final hidden states, and the gradient of the results is that of the stream
-        elif not narrow:
+        if not narrow:
             streams += local.stream_bytes * 2 // local.compute_itemsize  # final hidden states are float32
-        if model.activation == "gelu_tanh" and self.turn.in_order and not narrow:
-            # in a loop of microbatches the weight gradients that are pending come before the gradient of the input of down, while the next
-            # block's input comes from host memory (heaps of Gemma 3 12B and 4B, Gemma 2 9B)
-            of_mlp += 0 if self.in_loop and offloads_inputs(local) else local.hidden_bytes
-            # a float32 tanh, of two hidden activations, is there beside that gradient where bfloat16 is multiplied in float32; in the loop
-            # the pending weight gradients come first by constants (heap of Gemma 2 2B on A100)
-            of_mlp += local.hidden_bytes if at_start and not self.program.adds_bfloat16 and not offloads_inputs(local) else 0
-        elif at_start and self.turn.in_order and not narrow and self._computes_gates_first:
-            of_mlp += 2 * local.hidden_bytes
-        elif model.activation == "gelu_tanh" and not self.in_loop and not narrow:  # so in the heaps of Gemma 2 and 3
+        if model.activation == "gelu_tanh" and not self.in_loop and not narrow:  # so in the heaps of Gemma 2 and 3
             of_mlp += 4 * local.hidden_bytes // local.compute_itemsize  # tanh, float32
         return [("its MLP", others + of_mlp, streams, matrices, down, mask)]
 
@@ -303,37 +285,6 @@ class MlpPeak(ExpertsPeak):
         if ordered_scales.transposes_apart(self.local):
             return [ordered_scales.in_mlp_of_rows(self.local)], waiting
         return [ordered_scales.in_mlp(self.local, of_mlp)], waiting
-
-    @property
-    def _kept_gelu(self) -> int:
-        """Return the size of gelu's result, which is an array beside its input where its tanh is not (heaps of Gemma 2 9B)."""
-        return self.local.hidden_bytes if self.local.model.activation == "gelu_tanh" else 0
-
-    def _streams_measured_late(self) -> int:
-        """Return the size of what is live in the MLP of an ordered layer beside hidden activations, where it `measures_late`.
-
-        The gradient of the layer's result, the block's input, both updates, and with norms before the MLP its norm's input; in one byte the
-        inputs of attention and MLP and the gradient of the MLP's result; queries, keys, values and attention's result, with norms of
-        queries and keys also their inputs.
-        """
-        local, model = self.local, self.local.model
-        streams = (5 if model.norm_position == "both" else 4) * local.stream_bytes + 3 * local.stream_bytes // local.compute_itemsize
-        heads = local.query_bytes + local.key_bytes + local.value_bytes + local.context_bytes
-        heads += local.query_bytes + local.key_bytes if model.qk_norm else 0
-        # `backward` adds one stream in float32
-        return streams + heads - 4 * local.tokens * model.embed_dim
-
-    @property
-    def _computes_gates_first(self) -> bool:
-        """Whether the first ordered layers have computed the gradients of gate and up before the weight gradients of the layer before.
-
-        By constants these matmuls cover no collective, so they come late (planner/constant_costs.py). The gradient of the input of down is
-        there then, and that of gate, which one kernel computes before that of up. Where gate or up comes from host memory, that of the
-        next layer is there too (heap of OLMo 3 7B for A100). By measured times they come while the MLP is computed again.
-        """
-        remat = self.local.config.compute.remat
-        from_host = remat.offloads and not {"mlp_gate", "mlp_up"}.isdisjoint(remat.names)
-        return not self.program.measured_matmuls and from_host and self.local.model.gated_mlp and self.local.tensor == 1
 
     def _mlp_in_order(self, of_mlp: int) -> list[tuple[int, int]]:
         """Return the sizes of hidden activations and of streams at two points in the MLP of an ordered layer over tensor.

@@ -230,6 +230,8 @@ class StepMemory(InLoss, AfterLayers, FirstNarrowExperts, FirstExperts):
             if size == kind.hidden_bytes
         )
         kept = Component(self.saved.bytes - mlp, "of attention, and inputs of the blocks; those of the MLPs are freed")
+        if self.turn.in_order and local.model.moe is None and local.config.compute.remat.policy in ("full", "offload"):
+            kept = Component(self.turn.last_stacks(self.saved.bytes), "inputs of the blocks of the layers of a turn that are left")
         collectives = point["collective_buffers"]
         if offloads_inputs(local) and self.reduced and self.turn.layers == 1 and not ordered_experts.applies(self):
             before = local.gathered_trained_weights * local.gradient_itemsize

@@ -16,7 +16,7 @@ from ridgeline.configs.remat import POLICIES
 from ridgeline.planner.activations import offloaded_bytes, offloads_inputs
 from ridgeline.planner.hardware import GpuProgram
 from ridgeline.planner.local import LocalSizes
-from ridgeline.planner.recompute import in_order
+from ridgeline.planner.recompute import gradients_first, in_order
 
 NORMS = {"pre": 2, "post": 2, "both": 4}
 """Norms of residual streams in a layer, by model.norm_position."""
@@ -63,9 +63,10 @@ class Turn:
         return self.overlap and in_order(self.local.model, self.local.config.compute, frozen=bool(self.local.adapted))
 
     @property
-    def reads_any_layout(self) -> bool:
-        """Whether 8-bit matmuls of layers in order, not over tensor, read their operands as they are (planner/eight_bits.py)."""
-        return self.in_order and self.local.tensor == 1 and self.local.config.precision.eight_bit and not self.program.transposes_float8
+    def gradients_first(self) -> bool:
+        """Whether each matmul of these layers computes its weight gradients before the gradient of its input is used."""
+        local = self.local
+        return self.overlap and gradients_first(local.model, local.config.compute, frozen=bool(local.adapted), tensor=local.tensor)
 
     @property
     def left_over(self) -> int:
@@ -83,6 +84,18 @@ class Turn:
         local = self.local
         several = self.overlap and local.model.layer_period > 1 and not local.saves_first and local.fsdp > 1 and local.pipeline == 1
         return local.model.layer_period * saved_bytes // local.model.num_layers if several else 0
+
+    def last_stacks(self, saved_bytes: int) -> int:
+        """Return the size of the stacks of what layers kept that are left in the turn of ordered layers that comes last.
+
+        Each layer of a turn has a stack for all turns, which is freed with the layer's backward pass; the first one's is when most is
+        needed (heaps of Gemma 2 and 3 and OLMo 3).
+
+        saved_bytes: of all layers.
+        """
+        model = self.local.model
+        turns = model.num_layers // model.layer_period
+        return (model.layer_period - 1) * turns * saved_bytes // model.num_layers
 
     @property
     def trained_weights(self) -> int:
@@ -190,18 +203,25 @@ class Turn:
         """
         return 0 if self.layers == 1 or self.recomputes else self.layers * saved_bytes // self.local.model.num_layers
 
-    def of_offload_in_loss(self, one_chunk: bool) -> int:
+    def of_offload_in_loss(self, one_chunk: bool, backend: str) -> int:
         """Return the size of what offload has in the loss for a turn.
 
         Offloaded values of a layer are back on the device; those of a whole turn where the loss is one chunk and thus no loop, and without
         pipelined turns those of all layers whose weight gradients wait. The last turn is outside of the loop in both passes, so XLA merges
         the recomputation of a layer's gate and queries with the forward pass.
 
-        one_chunk: the only microbatch has one chunk of logits.
+        Of an ordered turn of dense layers, values within the blocks of the first half have not left the device; with Pallas's attention,
+        and cuDNN's on A100, those of the others have already come back (heaps of Gemma 2 and 3 and OLMo 3).
+
+        one_chunk: the only microbatch has one chunk of logits. backend: of attention.
         """
         local = self.local
         if self.in_order:
-            return local.model.layer_period * offloaded_bytes(local) // local.model.num_layers
+            layers = local.model.layer_period
+            stays = backend == "chunked" or (backend == "cudnn" and self.program.adds_bfloat16)
+            if stays and local.model.moe is None and not offloads_inputs(local):
+                layers //= 2
+            return layers * offloaded_bytes(local) // local.model.num_layers
         if not self.pipelined and offloads_inputs(local):
             return 0
         copied = offloaded_bytes(local) // local.model.num_layers
@@ -260,35 +280,15 @@ class Turn:
         norms = 0 if self.layers == 1 else self.layers * NORMS[local.model.norm_position]
         return norms * local.tokens * local.model.embed_dim * 4 // local.tensor
 
-    @property
-    def measures_late(self) -> bool:
-        """Whether the largest magnitudes of gradients are found late in layers in order, not over tensor: only the next step needs them.
-
-        Not where layers wait for their inputs from host memory (heap of Gemma 2 2B).
-        """
-        narrow = self.local.config.precision.matmul == "fp8_delayed" and not offloads_inputs(self.local)
-        return self.in_order and self.local.tensor == 1 and narrow
-
-    def _measured_late(self) -> int:
-        """Return the size of what the last kernels of a layer read beside the operands of weight gradients, where it `measures_late`.
-
-        They find the magnitudes of the gradients of queries, keys and values and compute the gradients of the norms: of the stream the
-        block's input, both updates, the gradients of attention's and of the layer's result, with norms before the MLP too its norm's
-        input; attention's result and those three gradients, with norms of queries and keys also their inputs (heaps of Gemma 2 9B, OLMo 3).
-        """
-        local = self.local
-        streams = 6 if local.model.norm_position == "both" else 5
-        normed = local.query_bytes + local.key_bytes if local.model.qk_norm else 0
-        heads = local.query_bytes + local.key_bytes + local.value_bytes + local.context_bytes
-        return streams * local.stream_bytes + heads + normed
-
     def before_weight_gradients(self) -> int:
         """Return the size of what the weight gradients of a turn are computed from: inputs of matmuls and gradients of their results.
 
         8-bit matmuls keep one byte of an element (of attention results, which are quantized later, all). The gradients of the norms, which
         are computed together with those of the matrices, need the inputs of the norms too, and the residual stream; with norms of queries
         and keys also the gradients of attention's input by both, and an offloaded input of the block. Without 8-bit matmuls the kernels of
-        the norms' backward pass compute them; with them too where operands are not transposed, and attention results are quantized at once.
+        the norms' backward pass compute them.
+
+        Not for dense layers in order that are not over tensor (planner/ordered_dense.py).
         """
         local = self.local
         hidden = (3 if local.model.gated_mlp else 2) * local.hidden_bytes
@@ -296,25 +296,12 @@ class Turn:
         normed = 2 * (local.query_bytes + local.key_bytes) if local.model.qk_norm else 0  # inputs, and gradients of the results
         if local.config.precision.eight_bit and (self.layers > 1 or self.in_order) and local.model.moe is None:
             operands = hidden + 4 * local.stream_bytes + local.query_bytes + 2 * local.key_bytes
-            if self.reads_any_layout:
-                # with scales of earlier steps quantization waits for no largest magnitude, and is no part of the norm's kernel
-                of_norm = 2 * local.stream_bytes if local.config.precision.matmul == "fp8_delayed" else 0
-                return (operands + local.context_bytes) // local.compute_itemsize + of_norm + normed
-            if self.in_order and local.tensor > 1:  # inputs are gathered in the compute dtype, and the norm's inputs are sharded
+            if self.in_order:  # inputs are gathered in the compute dtype, and the norm's inputs are sharded
                 inputs = 2 * local.stream_bytes - 2 * local.stream_bytes // local.compute_itemsize
                 return operands // local.compute_itemsize + inputs + local.context_bytes + 2 * local.cut_stream_bytes + normed
-            if self.measures_late:
-                return operands // local.compute_itemsize + self._measured_late()
-            if self.in_order:  # the input of the MLP's norm, and the gradient of its result; with norms of queries and keys attention's too
-                of_norms = (4 if local.model.qk_norm else 2) * local.stream_bytes + normed
-                return operands // local.compute_itemsize + local.context_bytes + of_norms
             streams = NORMS[local.model.norm_position] + 1
             streams += (3 if offloads_inputs(local) else 2) if local.model.qk_norm else 0
             of_norms = streams * local.stream_bytes + normed
             return self.layers * (operands // local.compute_itemsize + local.context_bytes + of_norms)
-        of_norm = 0
-        if self.in_order and local.tensor > 1:
-            of_norm = 2 * local.cut_stream_bytes  # the norm before the MLP: the stream and attention's update
-        elif self.in_order and local.model.qk_norm and local.model.norm_position == "both" and local.tokens <= FEW_TOKENS:
-            of_norm = 3 * local.stream_bytes  # its input, and its gradients by gate and by up, which devices on tensor sum at once
+        of_norm = 2 * local.cut_stream_bytes if self.in_order else 0  # the norm before the MLP: the stream and attention's update
         return self.layers * (hidden + 4 * local.stream_bytes + attention + normed + of_norm)
