@@ -221,6 +221,10 @@ def _matmuls_backward(
     if x is None:  # frozen; configs/rules.py refuses quantized matmuls
         pairs = zip(equations, gathered, dys, strict=True)
         return functools.reduce(jnp.add, [_input_gradient(matmul, eq, dy, _operand(matmul, w)) for eq, w, dy in pairs]), None, None
+    stored = []
+    for weight in weights:
+        assert not isinstance(weight.w, Int8), "only frozen matrices are stored in 8 bits"
+        stored.append(weight.w)
     new_amax = None
     if amax is not None:
         new_amax = jnp.stack([fp8.amax_of_row_shards(matmul.partitioner, operand) for operand in (x, *dys)])
@@ -231,14 +235,10 @@ def _matmuls_backward(
         jnp.add, [_input_gradient(matmul, eq, dy, _operand(matmul, w)) for (eq, _, dy), w in zip(each, gathered, strict=True)]
     )
     if matmul.gradients_first:
-        dx, dws = _weight_gradients_first(matmul, dx, x, each)
+        dx, dws = _weight_gradients_first(matmul, dx, x, each, [w.shape for w in stored])
     else:
         dws = [_weight_gradient(matmul, equation, names, x, dy) for equation, names, dy in each]
-    found = []
-    for dw, weight in zip(dws, weights, strict=True):
-        assert not isinstance(weight.w, Int8), "only frozen matrices are stored in 8 bits"
-        found.append(Weight(dw.astype(weight.w.dtype), None))
-    return dx, tuple(found), new_amax
+    return dx, tuple(Weight(dw.astype(w.dtype), None) for dw, w in zip(dws, stored, strict=True)), new_amax
 
 
 _matmuls.defvjp(_matmuls_forward, _matmuls_backward)
@@ -325,14 +325,14 @@ def _weight_gradient(matmul: Matmul, equation: str, axes: LogicalAxes, x: jax.Ar
 
 
 def _weight_gradients_first(
-    matmul: Matmul, dx: jax.Array, x: jax.Array, each: Sequence[tuple[str, LogicalAxes, jax.Array]]
+    matmul: Matmul, dx: jax.Array, x: jax.Array, each: Sequence[tuple[str, LogicalAxes, jax.Array]], shapes: Sequence[tuple[int, ...]]
 ) -> tuple[jax.Array, list[jax.Array]]:
     """Return the gradient of a matmul's input, and those of its parameters, which are computed before anything reads the first.
 
     What reads it does not wait for their reductions over devices. So the weight gradients are computed in `on_shards`, where those of a
     device's own tokens are values. For parameters that are sharded over fsdp alone.
 
-    dx: the gradient of x. each: of each parameter its equation, its logical axes and the gradient of its result.
+    dx: the gradient of x. each: of each parameter its equation, its logical axes and the gradient of its result. shapes: of the parameters.
     """
     partitioner = matmul.partitioner
     tokens = partitioner.rules.token_axes
@@ -346,7 +346,6 @@ def _weight_gradients_first(
     dys = [dy for _, _, dy in each]
     if partitioner.mesh.size == 1:
         return local(dx, x, dys)
-    shapes = [jax.eval_shape(partial(jnp.einsum, weight_equation(equation)), x, dy).shape for equation, _, dy in each]
     specs = [partitioner.spec(axes, shape, "gradient") for (_, axes, _), shape in zip(each, shapes, strict=True)]
     run = on_shards(partitioner, local, in_specs=(stream, stream, [stream] * len(dys)), out_specs=(stream, specs))
     dx, dws = run(dx, x, dys)
