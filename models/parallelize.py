@@ -162,7 +162,7 @@ def parallelize(
 
     # 7. What is recomputed waits for gradients where XLA would compute attention twice, or mix the layers of a turn.
     gathered = matmul.gathers_input or exchange_method(model.moe, compute.experts, partitioner.mesh.shape) == "gather"
-    remat = replace(remat, waits=waits_for_gradient(model, compute, lora or LoraConfig(), gathered=gathered))
+    remat = replace(remat, waits=waits_for_gradient(model, compute, lora or LoraConfig(), tensor=shape["tensor"], gathered=gathered))
     ordered = in_order(model, compute, frozen=frozen)
     # Dense layers over data alone have no collectives in the forward pass. XLA unrolls loops that have some, looks at that one last, and
     # then leaves computations of the unrolled backward pass with two callers: it aborts (jax 0.10.2, xla/service/gpu/transforms/

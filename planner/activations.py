@@ -207,8 +207,7 @@ def relaid_bytes(local: LocalSizes, backend: str, overlap: bool, combined: bool)
     Dense layers over tensor copy none (models/backward_order.py: after_forward). With experts over tensor, several rows and unrolled loops
     the stack of block inputs is copied before the last layer is written into it, as the first kernels of the backward pass read the old
     one; a gathered stream that is saved is not: they gather their tokens themselves, and attention alone reads it (heaps of Mixtral on
-    A100s and a B200). Attention that stores scores transposes them. (Gate and up of experts in 8 bits are copied earlier:
-    planner/first_narrow_experts.py.)
+    A100s and a B200). Attention that stores scores transposes them.
     """
     policy, layers = local.config.compute.remat.policy, local.model.num_layers
     relaid = 0

@@ -31,13 +31,20 @@ class AfterLayers(LiveBuffers):
         # those of a turn of several layers still wait when the embedding's gradient begins
         of_embedding = several and self.separate_table_gradients
         inputs = min(self.saved.bytes, local.model.num_layers * local.cut_stream_bytes)
+        unembedding, operands = self.unembedding_gradient().bytes, 0
+        if self.delays_experts and not local.ties_weight_gradients and self.reduces_table_early:
+            # the embedding's gradient is computed before those of the last layer's experts, from what is left of their operands (heap of
+            # Qwen3 30B with 2,048 tokens per device)
+            of_embedding, unembedding, operands = True, self.reduced_early().bytes, 2 * (local.row_bytes + local.hidden_bytes)
+            together = 2
         return {
             "activations": Component(inputs, "inputs of the blocks; activations of the MLPs are freed"),
             "gradients": Component(self.layer_gradients * self.stack_itemsize, "of the layers, sharded as the parameters"),
             "accumulated_gradients": self.accumulated(),
             "parameter_copies": Component(self.layout_copies(), "transposed parameters of MLP down and attention out"),
+            "working_activations": Component(operands, "inputs of weight gradients of experts"),
             "loss": Component(
-                self.unembedding_gradient().bytes + (4 * local.table if of_embedding else 0),
+                unembedding + (4 * local.table if of_embedding else 0),
                 "float32 gradients of embedding and unembedding",
             ),
             "collective_buffers": Component(

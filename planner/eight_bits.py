@@ -277,18 +277,6 @@ def beside_experts(local: LocalSizes) -> int:
     return attention + 2 * local.cut_stream_bytes + gathered
 
 
-def pending_experts(local: LocalSizes) -> int:
-    """Return the size of what the delayed weight gradients of a layer are computed from, and of its norm's input in float32.
-
-    Float8: the rows' inputs and the gradients of their results, gradients of gate and up, the input of down; of attention its input, the
-    gradient of its update, its result, and the gradients of queries, keys and values.
-    """
-    gates = 2 if local.model.gated_mlp else 1
-    narrow = 2 * local.row_bytes + (gates + 1) * local.hidden_bytes + 2 * local.stream_bytes
-    narrow += local.context_bytes + local.query_bytes + 2 * local.key_bytes
-    return one_byte(local, narrow) + 4 // local.compute_itemsize * local.cut_stream_bytes
-
-
 def gathers_rows(local: LocalSizes) -> bool:
     """Return whether layers, one in a turn, have experts without a capacity in 8 bits over tensor, for which tokens are gathered."""
     model, capacity = local.model, local.config.compute.experts.capacity_factor

@@ -10,7 +10,7 @@ from ridgeline.planner.activations import offloads_inputs
 from ridgeline.planner.experts import exchange_method
 from ridgeline.planner.hardware import GpuProgram
 from ridgeline.planner.local import LocalSizes
-from ridgeline.planner.recompute import recomputed, waiting
+from ridgeline.planner.recompute import recomputed
 
 TURNS = 3
 """Turns at the start of the backward pass that are not in the loop, which XLA unrolls by two, of an even number of them."""
@@ -56,27 +56,10 @@ def recomputes_experts(local: LocalSizes) -> bool:
     return {"gate", "up"} & recomputed(local.model, local.config.compute.remat).weights != set()
 
 
-def recomputes_attention_early(local: LocalSizes) -> bool:
-    """Return whether the layers before the loop compute their attention again when the backward pass begins: where it depends on no
-    gradient, and its inputs are in device memory. Not over tensor, nor with latent attention, which were not looked at."""
-    remat = local.config.compute.remat
-    waits = waiting(local.config, local.tensor, local.expert) == "mlp" and not remat.offloads
-    return waits and local.tensor == 1 and not local.latent_bytes
-
-
 def attention(local: LocalSizes) -> int:
     """Return the bytes of a layer's queries, keys, values and results, of normed queries and keys also the inputs of the norms."""
     normed = local.query_bytes + local.key_bytes if local.model.qk_norm else 0
     return local.query_bytes + 2 * local.key_bytes + local.context_bytes + normed
-
-
-def early_attention(local: LocalSizes) -> int:
-    """Return the bytes of the attention of three layers, of one of them the inputs alone, with seven streams.
-
-    Of the current layer the inputs of attention and of the MLP, attention's update and the gradient of the result; of one layer the inputs
-    of attention and of the MLP, of one that of attention. (Heap of Qwen3 30B on A100.)
-    """
-    return 2 * attention(local) + local.query_bytes + 2 * local.key_bytes + 7 * local.stream_bytes
 
 
 def operands(local: LocalSizes) -> int:

@@ -136,17 +136,17 @@ class ExpertsPeak(LiveBuffers):
         alike = local.model.moe is not None and self.turn.layers == 1 and local.tensor > 1
         return self.overlap and alike and waiting(local.config, local.tensor, local.expert) == "mlp"
 
-    def in_experts(self, matrices: int, streams: int, mask: int, *, at_start: bool) -> list[Point]:
+    def in_experts(self, matrices: int, streams: int, mask: int) -> list[Point]:
         """Return the points in the experts of a layer; none without trained experts.
 
-        matrices: gathered weights. streams: residual streams in the MLP. mask: of packed documents. at_start: in the layer that is first.
+        matrices: gathered weights. streams: residual streams in the MLP. mask: of packed documents.
         """
         local = self.local
         if not self.overlap or local.model.moe is None or local.adapted:
             return []
         if self.turn.layers > 1:
             return self._in_turn(mask) if self.tied_turns else []
-        points = [*self._rows_by_gate_and_up(matrices, streams, mask), *(self._after_attention(mask) if at_start else [])]
+        points = self._rows_by_gate_and_up(matrices, streams, mask)
         if self.activates_in_place:
             # before that kernel: gate, up, and the gradient of the input of down, whose matrix has just been read
             hidden = 3 * local.hidden_bytes + 2 * local.row_bytes
@@ -228,17 +228,3 @@ class ExpertsPeak(LiveBuffers):
         others = streams * local.stream_bytes - 4 * local.tokens * local.model.embed_dim
         hidden, rows = (1, 3) if self.computes_before_sum else (3, 4)
         return [("its MLP", hidden * local.hidden_bytes + rows * local.row_bytes + local.slot_bytes, others, matrices, 0, mask)]
-
-    def _after_attention(self, mask: int) -> list[Point]:
-        """Return the point in the experts of the layer that comes first, where MLPs alone wait for gradients.
-
-        The attention of the three layers that are not in the loop is computed again at once (`expert_layers.early_attention`). Where
-        each turn reduces its gradients, one layer is not in the loop.
-        """
-        local = self.local
-        if self.reduces_in_turn or not expert_layers.recomputes_attention_early(local):
-            return []
-        # `backward` adds one stream in float32
-        streams = expert_layers.early_attention(local) - 4 * local.tokens * local.model.embed_dim
-        rows = 3 * local.hidden_bytes + 4 * local.row_bytes + local.slot_bytes
-        return [("its MLP", rows, streams, 0, 0, mask)]

@@ -15,6 +15,7 @@ from ridgeline.planner import expert_layers, narrow_experts
 from ridgeline.planner.activations import Component
 from ridgeline.planner.layer_peak import SLOTS_IN_FLIGHT, STREAMS_IN_FLIGHT, LayerPeak
 from ridgeline.planner.live_buffers import DELAYED
+from ridgeline.planner.recompute import waiting
 
 Components = dict[str, Component]
 LAYERS, TURNS = "reductions of the first layers", "first turns of the backward pass"
@@ -46,6 +47,21 @@ class FirstExperts(LayerPeak):
             return {TURNS: self._reductions_of_turns()}
         return {}
 
+    @property
+    def _layers_not_reduced(self) -> int:
+        """Layers whose weight gradients wait for their reduction in the layer, or turn, that is outside of the loop and comes last.
+
+        The one before. Alike layers without an exchange of tokens, gathers over tensor or values in host memory: both before (heaps of
+        Mixtral and Qwen3 30B over fsdp=128). Where tokens are sent without a capacity and blocks wait, none: the reduction comes before
+        the next exchange (heap of DeepSeek V3).
+        """
+        local = self.local
+        if self.turn.layers > 1 or local.tensor > 1 or local.config.compute.remat.offloads:
+            return 1
+        if local.expert == 1:
+            return DELAYED
+        return 0 if local.sends_uncapped and waiting(local.config, local.tensor, local.expert) == "block" else 1
+
     def _after_start(self, points: Mapping[str, Components]) -> Components:
         """Return what is live where weight gradients of experts are computed within their layers (models/moe/experts.py).
 
@@ -58,14 +74,14 @@ class FirstExperts(LayerPeak):
         point = max((points[name] for name in names), key=lambda parts: sum(part.bytes for part in parts.values()))
         working, collectives = point["working_activations"], point["collective_buffers"]
         layer = local.gathered_trained_weights * local.gradient_itemsize
-        before = layer if local.model.moe_layers > 1 else 0
-        waiting = max(collectives.bytes, layer + before) if alike and local.latent_bytes else collectives.bytes + before
+        before = layer * min(self._layers_not_reduced, local.model.moe_layers - 1)
+        pending = max(collectives.bytes, layer + before) if alike and local.latent_bytes else collectives.bytes + before
         return point | {
             "working_activations": Component(
                 working.bytes + (self.next_recomputed if alike else self.pending_attention),
                 f"{working.assumption}; attention of the next layers",
             ),
-            "collective_buffers": Component(waiting, f"{collectives.assumption}, and those of the layer before"),
+            "collective_buffers": Component(pending, f"{collectives.assumption}, and those of the layer before"),
         }
 
     def _reductions_of_layers(self) -> Components:
@@ -90,7 +106,8 @@ class FirstExperts(LayerPeak):
             in_mlp = max(in_mlp - 2 * local.row_bytes, 3 * local.hidden_bytes + 4 * local.row_bytes)
         in_mlp += SLOTS_IN_FLIGHT * local.slot_bytes + STREAMS_IN_FLIGHT * local.stream_bytes
         # the result of a kernel, which is multiplied by its scale next
-        unscaled = local.mlp_matrix * local.gradient_itemsize if narrow and not self.reduces_in_turn else 0
+        eight_bit = local.config.precision.eight_bit
+        unscaled = local.mlp_matrix * local.gradient_itemsize if eight_bit and not self.reduces_in_turn else 0
         # Latent attention of the next layer, or one with values in host memory, needs its weights while the gradients of this one wait; and
         # XLA has no times for grouped matmuls, by which they would cover that gather. What is computed again waits for these weights too.
         fetches, again = expert_layers.fetches_within_layers(local), self.turn.recomputes and self.plain_experts

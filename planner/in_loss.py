@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ridgeline.planner import block_scaled
+from ridgeline.planner import block_scaled, narrow_experts
 from ridgeline.planner.activations import NODE_DEVICES, Component, mask_bytes, offloaded_bytes, offloads_inputs
 from ridgeline.planner.layer_peak import LayerPeak
 from ridgeline.planner.live_buffers import DELAYED
-from ridgeline.planner.recompute import recomputed
+from ridgeline.planner.recompute import recomputed, waiting
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,8 @@ class InLoss(LayerPeak):
             logits, gradient = max(logits + gradient, tokens * vocab * local.compute_itemsize + 2 * gradient), 0
         policy = local.config.compute.remat.policy
         # XLA recomputes the attention of the last layer early: a norm, queries and keys with and without rotation, values and the result
-        recomputes_early = self.overlap and policy == "full" and not self.turn.in_order
+        blocks_wait = waiting(local.config, local.tensor, local.expert) == "block"
+        recomputes_early = self.overlap and policy == "full" and not blocks_wait
         early = local.stream_bytes + 3 * local.query_bytes + 3 * local.key_bytes if recomputes_early else 0
         if self.turn.in_loss and policy == "full":  # of all layers of the last turn, and gate and up of the last layer
             early = self.turn.layers * early + (2 if local.model.gated_mlp else 1) * local.hidden_bytes
@@ -84,6 +85,24 @@ class InLoss(LayerPeak):
                 + ("" if local.adapted else " and its unsharded float32 gradient"),
             ),
         }
+
+    def copies_of_gates(self) -> dict[str, dict[str, Component]]:
+        """Return the point where stacks of gate and up are copied to the layout in which the backward pass reads them; none: no copies.
+
+        One after the other, when the forward pass of the layers is over (heaps of Mixtral and Qwen3 30B in fp8 and fp8_delayed).
+        """
+        copied = narrow_experts.copied_stack(self.local, self.backend) if self.overlap else 0
+        if not copied:
+            return {}
+        copies = self.layout_copies() + self.gathered_layer() + self.local.compute_itemsize * self.local.table
+        text = "transposed parameters of MLP down and attention out; gathered weights of the last layer, and the unembedding"
+        point = {
+            "activations": self.saved,
+            "accumulated_gradients": self.accumulated(),
+            "parameter_copies": Component(copies, text),
+            "working_activations": Component(copied, "a saved value of all layers in another layout"),
+        }
+        return {"copies of gate and up": point}
 
     @property
     def copies_to_host(self) -> bool:

@@ -113,7 +113,7 @@ class LayerPeak(MlpPeak):
             *([("its end", delayed, 0, 0, more, mask)] if self.turn.layers > 1 and recomputes else []),
             *self._mlp_after_others(together, (at_mlp + slices) * hidden, down, mask),
             *self._attention_in_order(together),
-            *self.in_experts(matrices, streams, mask, at_start=at_start),
+            *self.in_experts(matrices, streams, mask),
         )
         return max(points, key=lambda point: sum(point[1:]))
 

@@ -10,10 +10,10 @@ device.
 from __future__ import annotations
 
 from ridgeline.planner import eight_bits
-from ridgeline.planner.activations import offloads_inputs, saved_arrays
+from ridgeline.planner.activations import saved_arrays
 from ridgeline.planner.expert_layers import fetched_early, fetches_within_layers
 from ridgeline.planner.local import LocalSizes
-from ridgeline.planner.recompute import Recomputed, recomputed
+from ridgeline.planner.recompute import Recomputed
 
 
 def applies(local: LocalSizes) -> bool:
@@ -37,31 +37,6 @@ def in_rows(local: LocalSizes, again: Recomputed) -> list[tuple[int, int]]:
     return [(in_kernel + (2 * gates + 1) * narrow, beside), ((gates + 1) * narrow, beside + _summed(local))]
 
 
-def pending(local: LocalSizes, layers: int, *, measured: bool) -> int:
-    """Return what is live when the gradients of the rows of the last of the first layers are summed.
-
-    The operands of the weight gradients of the layers before it, and of its own; its norm's input and the router's part of the gradient in
-    float32. Where it waits for values from host memory, measured matmuls run meanwhile, and with them the weight gradients of the first of
-    these layers (heap of Mixtral).
-    """
-    layers = min(layers - (measured and fetches_within_layers(local)), local.model.moe_layers)
-    hidden, others = in_rows(local, recomputed(local.model, local.config.compute.remat))[1]
-    wide = 2 * 4 // local.compute_itemsize * local.cut_stream_bytes
-    # over tensor the inputs of attention are gathered in the compute dtype: of the layer before, and of the next one
-    gathered = (layers - 1) * eight_bits.one_byte(local, local.stream_bytes) + local.stream_bytes if local.tensor > 1 else 0
-    return (layers - 1) * (eight_bits.pending_experts(local) + of_norms(local)) + hidden + others + wide + gathered
-
-
-def of_norms(local: LocalSizes) -> int:
-    """Return the size of what the gradients of norms are computed from, which wait with those of matrices, less the MLP's norm's input.
-
-    Of norms of queries and keys the inputs, and the gradients of the results. Where the block's input comes from host memory it, and the
-    parts of the gradient of attention's norm.
-    """
-    normed = 2 * (local.query_bytes + local.key_bytes) if local.model.qk_norm else 0
-    return normed + (3 * local.cut_stream_bytes if offloads_inputs(local) else 0)
-
-
 def copied_stack(local: LocalSizes, backend: str) -> int:
     """Return the size of a stack of gate or up that is copied to another layout; 0: none is.
 
@@ -70,17 +45,6 @@ def copied_stack(local: LocalSizes, backend: str) -> int:
     narrow = local.model.moe is not None and local.config.precision.eight_bit and local.config.compute.experts.capacity_factor is None
     kept = narrow and any(count and size == local.hidden_bytes for count, size in saved_arrays(local, backend))
     return local.model.num_layers * local.hidden_bytes if kept else 0
-
-
-def copies_both(local: LocalSizes) -> bool:
-    """Return whether both stacks are also copied before the last layer is written into them: the first two layers still read them without.
-
-    So with one microbatch, norms of queries and keys, and no exchange of tokens (heaps of Qwen3 30B over fsdp=16, `none` and names of gate
-    and up). Elsewhere the last layer is written after that: in heaps of Mixtral, over expert or tensor, and in loops of microbatches. Which
-    kernel decides it is not known.
-    """
-    plain = local.config.trainer.accumulation == 1 and local.pipeline * local.tensor * local.expert * local.data * local.context == 1
-    return applies(local) and plain and local.model.qk_norm and local.fsdp > 1
 
 
 def turns_wait(local: LocalSizes) -> bool:

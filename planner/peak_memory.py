@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ridgeline.planner import block_scaled, constant_costs, expert_layers, ordered_experts
+from ridgeline.planner import block_scaled, constant_costs, expert_layers, narrow_experts, ordered_experts
 from ridgeline.planner.activations import (
     Component,
     attention_workspace,
@@ -21,7 +21,6 @@ from ridgeline.planner.activations import (
 )
 from ridgeline.planner.after_layers import AfterLayers
 from ridgeline.planner.first_experts import FirstExperts
-from ridgeline.planner.first_narrow_experts import FirstNarrowExperts
 from ridgeline.planner.in_loss import InLoss
 from ridgeline.planner.layer_peak import STREAMS_IN_FLIGHT
 from ridgeline.planner.recompute import FROM_BLOCK_INPUTS
@@ -30,14 +29,14 @@ Components = dict[str, Component]
 
 
 @dataclass(frozen=True)
-class StepMemory(InLoss, AfterLayers, FirstNarrowExperts, FirstExperts):
+class StepMemory(InLoss, AfterLayers, FirstExperts):
     """What is live at each point of a step of these sizes."""
 
     def points(self) -> dict[str, Components]:
         """Return the components at each point, in the order of the step."""
         points = {
-            "loss": self.loss(),
             **self.copies_of_gates(),
+            "loss": self.loss(),
             "start of the backward pass": self.start_of_backward(),
             "backward pass": self.backward(late=self.overlap),
             **({} if self.local.adapted else {"embedding gradient": self.embedding_gradient()}),
@@ -102,7 +101,14 @@ class StepMemory(InLoss, AfterLayers, FirstNarrowExperts, FirstExperts):
         first_late = self.in_loop and self.next_attention() and local.config.compute.remat.policy == "full"
         if first_late or (delayed and block_scaled.applies(local)):
             start |= {"gradients": Component(self.early_table(), "none yet: those of the first layers are delayed")}
-        start |= self.none_reduced()
+        if self.turn.layers > 1 and narrow_experts.turns_wait(local):  # in place of stacks of gradients and of weights of the next turn
+            start |= {
+                "gradients": Component(0, "none yet: those of these turns are delayed"),
+                "parameter_copies": Component(
+                    self.layout_copies() + self.gathered_layer(),
+                    "transposed parameters of attention out; gathered weights of one layer",
+                ),
+            }
         return start | ({"loss": self.reduced_early()} if turn_waits and self.reduces_in_turn and self.reduces_table_early else {})
 
     def next_input(self) -> int:

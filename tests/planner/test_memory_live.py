@@ -211,6 +211,53 @@ def test_no_stack_of_saved_values_is_copied_over_tensor(number):
     assert (result.argument_bytes + result.temp_bytes - heap.gap_bytes) / planned.compiled_bytes - 1 < 0.08
 
 
+WITH_EXPERTS = [
+    # model, cluster, mesh, further overrides: gate and up are kept
+    ("qwen3-30b-a3b", "dgx-h100", {"fsdp": 8}, ("compute.remat.policy=none", "precision.matmul=fp8")),
+    ("mixtral-8x7b", "dgx-h100", {"fsdp": 2, "tensor": 4}, ("compute.remat.policy=none", "precision.matmul=fp8_delayed")),
+    ("qwen3-30b-a3b", "dgx-h200", {"fsdp": 4, "tensor": 2}, ("compute.remat.policy=attention-only", "precision.matmul=fp8_delayed")),
+    ("mixtral-8x7b", "dgx-b200", {"fsdp": 2, "expert": 4}, ("compute.remat.policy=dots", "precision.matmul=fp8")),
+]
+OF_EXPERTS = 6
+"""Layers of these steps."""
+
+
+def with_experts(model, name, mesh, more):
+    """Return a step of a model with experts as compiled here and now: two microbatches of four rows per device; and its config."""
+    axes = (*(f"mesh.{axis}={size}" for axis, size in ({"fsdp": 1} | mesh).items()), "trainer.accumulation=2")
+    rows = 8 * mesh.get("fsdp", 1) * mesh.get("expert", 1)
+    shape = (f"model.num_layers={OF_EXPERTS}", "data.seq_len=4096", f"data.batch_size={rows}", "data.document_masking=false")
+    config = load(f"models/{model}", (*shape, *axes, "precision.compute=bfloat16", *more)).config
+    on = load_cluster(name).config.model_copy(update={"nodes": None})
+    flags, level = run_flags(config, on.device)
+    result = compile_ahead(Request.on(config, on, 1, xla_flags=flags, optimization_level=level))
+    assert result.heap is not None
+    return result, config
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", drawn(list(range(len(WITH_EXPERTS))), 1))
+def test_no_stack_of_gate_or_up_of_experts_is_copied(number):
+    """XLA would copy both, to write the last layer's into the copies, while its backward pass reads them."""
+    result, config = with_experts(*WITH_EXPERTS[number])
+    heap, module, local = result.heap, parse(result.hlo_text), LocalSizes.of(config, result.mesh)
+    for point in ("loss", "start of the backward pass"):
+        live = [each for each in heap.buffers(module, heap.peaks(module)[point]) if each.dtype == "bf16" and OF_EXPERTS in each.dims]
+        stacks = [each for each in live if each.bytes // each.copies == OF_EXPERTS * local.hidden_bytes]
+        assert sum(each.copies for each in stacks) == 2, (point, live)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", drawn([{"fsdp": 8}, {"fsdp": 2, "expert": 4}, {"expert": 8}], 1))
+def test_attention_of_layers_with_experts_is_not_computed_again_beside_the_loss(mesh):
+    """XLA would, for the three layers outside of the loop, if only their MLPs waited for gradients, or nothing did."""
+    result, config = with_experts("qwen3-30b-a3b", "dgx-h100", mesh, ("compute.remat.policy=full",))
+    heap, module, local = result.heap, parse(result.hlo_text), LocalSizes.of(config, result.mesh)
+    live = heap.buffers(module, heap.peaks(module)["loss"])
+    again = [each for each in live if "rematted_computation" in each.op_name and each.bytes >= local.key_bytes]
+    assert not [each for each in again if "attention" in each.what and "sharding_constraint" not in each.op_name], again
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", drawn(list(range(len(OVER_DATA))), 2))
 def test_updated_parameters_are_gathered_in_turn(number):
