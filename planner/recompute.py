@@ -116,9 +116,9 @@ def saves_first(model: ModelConfig, compute: ComputeConfig, *, tensor: int, pipe
     Not in stages, which save the values of other microbatches in between; parameters would be saved with them (trainer/pipeline.py).
     """
     remat = compute.remat
-    keeps = remat.policy not in FROM_BLOCK_INPUTS or (remat.policy == "names" and {"mlp_gate", "mlp_up"} & set(remat.names))
+    keeps = remat.policy not in FROM_BLOCK_INPUTS or (remat.policy == "names" and not {"mlp_gate", "mlp_up"}.isdisjoint(remat.names))
     copied = tensor > 1 if model.moe is None else keeps and model.layer_period == 1
-    return bool(copied) and pipeline == 1 and compute.scan_layers
+    return copied and pipeline == 1 and compute.scan_layers
 
 
 def waiting(config: Config, tensor: int, expert: int) -> str:

@@ -12,10 +12,12 @@ import pytest
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.model_schema import ModelConfig
 from ridgeline.configs.schema import AttentionConfig, ComputeConfig, MeshConfig, PrecisionConfig, RematConfig
+from ridgeline.configs.tuning_schema import LoraConfig
 from ridgeline.models import families as family_modules
 from ridgeline.models.family import families
 from ridgeline.models.matmul import CollectiveMatmul
 from ridgeline.models.parallelize import Execution, parallelize
+from ridgeline.planner.recompute import saves_first, waits_for_gradient
 from ridgeline.sharding.mesh import build_mesh
 from ridgeline.sharding.partition import Partitioner
 from ridgeline.sharding.rules import Rules
@@ -80,6 +82,39 @@ EXPERTS = {"moe": {"experts": 8, "experts_per_token": 2, "expert_dim": 24}}
 )
 def test_recomputation_waits_for_gradients_where_attention_s_update_is_recomputed_and_gathered(mesh, remat, model, compute, expected):
     assert execution(mesh, model=model, remat=RematConfig(**remat), **compute).remat.waits == expected
+
+
+@pytest.mark.parametrize(
+    ("remat", "lora", "waits"),
+    [
+        ({"policy": "full"}, None, "block"),
+        ({"policy": "full"}, 2, "nothing"),
+        ({"policy": "offload", "names": ["block_input"]}, None, "nothing"),
+        ({"policy": "offload", "names": ["query", "mlp_up"]}, None, "nothing"),
+    ],
+)
+def test_blocks_with_frozen_experts_or_values_in_host_memory_do_not_wait(remat, lora, waits) -> None:
+    """Copies from host memory begin before the gradient is there, and nothing of frozen experts waits for a reduction."""
+    compute = ComputeConfig(remat=RematConfig(**remat))
+    model = ModelConfig(**BASE | EXPERTS)
+    assert waits_for_gradient(model, compute, LoraConfig(rank=lora), tensor=1, gathered=False) == waits
+
+
+@pytest.mark.parametrize(
+    ("remat", "model", "pipeline", "expected"),
+    [
+        ({"policy": "none"}, {}, 1, True),
+        ({"policy": "names", "names": ["query", "mlp_gate"]}, {}, 1, True),
+        ({"policy": "names", "names": ["query", "attention_out"]}, {}, 1, False),
+        ({"policy": "offload", "names": ["query", "mlp_up"]}, {}, 1, False),
+        ({"policy": "full"}, {}, 1, False),
+        ({"policy": "none"}, {}, 2, False),
+        ({"policy": "none"}, {"sliding_window": 5, "full_attention_every": 2}, 1, False),
+    ],
+)
+def test_the_backward_pass_waits_for_gates_of_experts_that_are_kept_on_the_device(remat, model, pipeline, expected) -> None:
+    compute = ComputeConfig(remat=RematConfig(**remat))
+    assert saves_first(ModelConfig(**BASE | EXPERTS | model), compute, tensor=1, pipeline=pipeline) is expected
 
 
 @pytest.mark.parametrize(
