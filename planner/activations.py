@@ -212,7 +212,7 @@ def relaid_bytes(local: LocalSizes, backend: str, overlap: bool, combined: bool)
     policy, layers = local.config.compute.remat.policy, local.model.num_layers
     relaid = 0
     experts = local.model.moe is not None and policy not in ("none", "attention-only") and not _reads_kept_update(local)
-    between = local.tensor > 1 and local.rows > 1 and local.fsdp > 1 and not offloads_inputs(local)
+    between = local.tensor > 1 and local.rows > 1 and local.fsdp > 1 and not (offloads_inputs(local) or local.saves_first)
     if experts and between and overlap and (policy != "dots" or combined):
         relaid = layers * local.cut_stream_bytes
     if local.latent_bytes and local.ring and policy == "dots":
@@ -244,6 +244,18 @@ def mask_bytes(local: LocalSizes, backend: str) -> int:
     if not local.config.data.document_masking or backend not in ("xla", "reference"):
         return 0
     return local.tokens * local.config.data.seq_len
+
+
+def ring_zeros(local: LocalSizes, *, at_start: bool) -> int:
+    """Return the bytes of the zeros that a ring of more than two devices starts its sums with, float32.
+
+    Of half of the queries in the forward pass, and of queries and of keys in the backward pass, whose first layer's attention writes them.
+    XLA has them outside of the loops over layers. (Heaps of Mixtral, Qwen3 30B, gpt-oss and Llama 4 Scout over context=4.)
+    """
+    if not local.ring or local.context <= 2:
+        return 0
+    backward = 0 if at_start else local.query_bytes + local.key_bytes
+    return 4 * (local.query_bytes // 2 + backward) // local.compute_itemsize
 
 
 def attention_workspace(local: LocalSizes, backend: str) -> Component:

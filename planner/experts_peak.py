@@ -9,7 +9,10 @@ from dataclasses import dataclass
 
 from ridgeline.planner import expert_layers
 from ridgeline.planner.live_buffers import LiveBuffers
-from ridgeline.planner.recompute import waiting
+from ridgeline.planner.recompute import recomputed, waiting
+
+MUCH_PER_TOKEN = 256_000
+"""Gathered bytes of a layer's weights per token of a device from which its attention does not cover the gathers of the next layer."""
 
 Point = tuple[str, int, int, int, int, int]
 """Where it is, and there: hidden activations, streams, gathered weights, gradients before their reduction, and attention's workspace."""
@@ -59,10 +62,14 @@ class ExpertsPeak(LiveBuffers):
     def gathers_after_mlp(self) -> bool:
         """Whether the gathers of the next layer's weights begin after the MLP of a layer with experts: what follows covers them.
 
-        With values in host memory they begin before it, as there is less: the next layer waits for these copies. Where a device has few
-        tokens they begin before it too, but then the end of the layer, with all weight gradients, needs more. Not looked at in a ring.
+        With values in host memory they begin before it, as there is less: the next layer waits for these copies. So they do where gate and
+        up are computed again for few tokens (heap of Mixtral, fsdp=32 x expert=2, 4,096 tokens; not so with 16,384 over fsdp=32). Not
+        looked at in a ring.
         """
-        return self.plain_experts and not self.local.config.compute.remat.offloads and not self.local.ring
+        local = self.local
+        again = expert_layers.recomputes_experts(local) and not local.sends_uncapped
+        few = again and self.gathered_layer() > MUCH_PER_TOKEN * local.tokens
+        return self.plain_experts and not local.config.compute.remat.offloads and not local.ring and not few
 
     @property
     def recomputes_at_once(self) -> bool:
@@ -130,6 +137,16 @@ class ExpertsPeak(LiveBuffers):
         return plain and local.ties_weight_gradients and expert_layers.capped(local) and self.program.measured_matmuls
 
     @property
+    def rows_hold_tokens(self) -> bool:
+        """Whether tokens of other devices are in the rows of the experts when these are computed, and their slots are free.
+
+        So it is with a capacity where tokens are gathered (heaps of Mixtral, Qwen3 30B and 235B and DeepSeek V2 Lite).
+        """
+        local = self.local
+        plain = self.overlap and local.model.layer_period == 1 and not local.config.precision.eight_bit
+        return plain and expert_layers.capped(local) and not expert_layers.sends_capped(local) and not self.experts_late
+
+    @property
     def _over_tensor_wait(self) -> bool:
         """Whether experts over tensor, one layer in a turn, are recomputed only when their gradient is there."""
         local = self.local
@@ -175,7 +192,7 @@ class ExpertsPeak(LiveBuffers):
         streams = expert_layers.attention(local) + 4 * local.stream_bytes - 4 * local.tokens * local.model.embed_dim // local.tensor
         return [
             ("its MLP", (gates + 1) * local.hidden_bytes + self.turn.padded_gradients() + 2 * local.row_bytes, streams, 0, 0, mask),
-            ("its MLP", hidden + (4 if again else 3) * local.row_bytes + slots * local.slot_bytes, streams, 0, 0, mask),
+            ("its MLP", hidden + (4 if self.turn.recomputes else 3) * local.row_bytes + slots * local.slot_bytes, streams, 0, 0, mask),
         ]
 
     @property
@@ -212,19 +229,26 @@ class ExpertsPeak(LiveBuffers):
 
         Beside them are the inputs and the gradients of the results, and of the hidden activations the gradients of gate and up and the
         input of down; those in whole tiles, where their width is padded, are there with gate and up. It is the peak where rows are wider
-        than hidden activations. Over tensor, but with latent attention, and with all_to_all it is another one. (Heaps of DeepSeek V2 Lite
-        and Qwen3 30B, also over data.)
+        than hidden activations. With a capacity weight gradients have been computed: those of down and of one of gate and up, over tensor
+        that of down where gate and up are computed again, else none. Over tensor without a capacity, but with latent attention, and with
+        all_to_all it is another point. (Heaps of DeepSeek V2 Lite, Mixtral and Qwen3 30B, also over data and context.)
 
         matrices: gathered weights. streams: residual streams in the MLP; `backward` adds one in float32.
         """
         local = self.local
-        sends = local.sends_uncapped or expert_layers.sends_capped(local)
-        latent = local.latent_bytes and local.ties_weight_gradients and not local.config.precision.eight_bit
-        if sends or (local.tensor > 1 and not latent):
+        if local.sends_uncapped or expert_layers.sends_capped(local):
             return []
-        if local.tensor > 1:
+        latent = local.latent_bytes and local.ties_weight_gradients and not local.config.precision.eight_bit
+        if self.computes_before_sum and not self.experts_late:
+            again = {"gate", "up"} <= recomputed(local.model, local.config.compute.remat).weights
+            hidden, rows, computed = (1, 3, 2) if local.tensor == 1 else (2, 3, 1) if again else (3, 4, 0)
+        elif local.tensor == 1:
+            hidden, rows, computed = 3, 4, 0
+        elif latent:
             hidden = max(3 * local.hidden_bytes, 4 * local.padded_hidden_bytes * local.pads_hidden)
             return [("its MLP", hidden + 4 * local.row_bytes + local.slot_bytes, streams * local.stream_bytes, matrices, 0, mask)]
-        others = streams * local.stream_bytes - 4 * local.tokens * local.model.embed_dim
-        hidden, rows = (1, 3) if self.computes_before_sum else (3, 4)
-        return [("its MLP", hidden * local.hidden_bytes + rows * local.row_bytes + local.slot_bytes, others, matrices, 0, mask)]
+        else:
+            return []
+        others = streams * local.stream_bytes - 4 * local.tokens * local.model.embed_dim // local.tensor
+        in_rows = hidden * local.hidden_bytes + rows * local.row_bytes + local.slot_bytes
+        return [("its MLP", in_rows, others, matrices, computed * local.mlp_matrix * local.gradient_itemsize, mask)]

@@ -45,7 +45,9 @@ class InLoss(LayerPeak):
         if self.turn.layers > 1 or self.turn.in_order:
             early += self.turn.of_offload_in_loss(one_chunk, self.backend) if policy == "offload" else 0
         # Of frozen layers XLA gathers two turns early: no gradients wait for their reduction meanwhile.
-        layers = 2 * self.turn.layers if local.adapted else self.turn.in_loss * self.turn.layers + 1
+        # Where the backward pass waits for what was saved, beside the last chunk alone.
+        turns = 0 if local.saves_first and not self.one_chunk else self.turn.in_loss
+        layers = 2 * self.turn.layers if local.adapted else turns * self.turn.layers + 1
         if policy == "offload" and self.turn.layers > 1 and not self.in_loop:
             layers = int(one_chunk)  # the recomputation waits for the copies from host memory
         gathered = layers * self.gathered_layer() if self.overlap and not (self.keeps_over_tensor or self.copies_to_host) else 0

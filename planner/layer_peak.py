@@ -67,6 +67,8 @@ class LayerPeak(MlpPeak):
                 at_mlp = expert_layers.hidden_activations(local, self.program)
             if self.computes_before_sum:
                 of_experts, at_mlp = of_experts - local.row_bytes, 2
+        if self.rows_hold_tokens:
+            of_experts -= SLOTS_IN_FLIGHT * local.slot_bytes  # tokens of other devices are in the rows
         down = local.mlp_matrix * local.gradient_itemsize if self.reduced and self.combined and not local.adapted else 0
         if down and local.model.moe is not None and not self.keeps_turns:  # those of the other layers of the turn wait for its end
             down += (self.turn.trained_weights - local.gathered_trained_weights) * local.gradient_itemsize
@@ -90,6 +92,9 @@ class LayerPeak(MlpPeak):
         early = at_mlp
         if offloads_inputs(local) and (local.ring or local.model.moe is None):
             early = 0 if local.ring else gates
+        alike = self.overlap and local.model.layer_period == 1
+        if alike and local.ties_weight_gradients:  # those of experts are computed before attention
+            early = 0
         delayed = together * self.turn.before_weight_gradients() // self.turn.layers
         matrices = 2 * local.mlp_matrix * local.matrix_itemsize - (next_layer if self.gathers_after_mlp else 0)
         at_mlp += self._reads_hidden_from_host
@@ -202,6 +207,10 @@ class LayerPeak(MlpPeak):
                 ("its MLP", *narrow_experts.in_turn(local, again, layers - 1), 0, 0, mask),
                 ("its end", hidden, at_end * stream, 0, end + local.mlp_matrix * 4, mask),
             ]
+        if self.overlap and self.turn.layers > 1 and narrow_experts.gathers_in_turns(local, again):
+            of_mlp, rows = narrow_experts.in_gathered_turn(local)
+            beside = STREAMS_IN_FLIGHT * stream + expert_layers.attention(local)
+            return [("its MLP", of_mlp, rows + beside, matrices, down, mask), ("its end", hidden, at_end * stream, 0, end, mask)]
         if self.overlap and self.turn.layers > 1 and local.sends_uncapped and local.config.precision.eight_bit:
             of_mlp, rows = narrow_experts.in_sent_rows(local, again)
             # `backward` adds the zeros

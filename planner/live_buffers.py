@@ -290,14 +290,16 @@ class LiveBuffers:
         So in the heaps of Mixtral, Qwen3, gpt-oss and OLMo 3 with one microbatch; with microbatches in a loop in those of Mixtral and Qwen3
         over context, not over data. In DeepSeek it is so too, but its compiled steps are planned without it. Nor where turns of several
         layers reduce their gradients in the next turn: the two turns before the loop hold both their gradients and this one. Nor with
-        experts in layers in order (heaps of gpt-oss and Llama 4 Scout).
+        experts in layers in order (heaps of gpt-oss and Llama 4 Scout). In turns that wait for what was saved, with a ring over context, it
+        is so in a loop of microbatches too (heap of Scout in fp8, `dots`).
         """
         several = self.turn.layers > 1 and self.reduces_in_turn
         ordered = self.turn.in_order and not self.local.model.tie_embeddings and self.local.model.moe is None
         sends = self.turn.layers > 1 and expert_layers.sends_over_fsdp(self.local)
         early = self.delays_experts or several or ordered or sends or self.scatters_scaled
         loops = self.in_loop and not (self.delays_experts and self.local.context > 1 and self.data == 1)
-        return early and self.reduced and not loops and self.local.model.latent_attention is None
+        ring = several and self.local.saves_first and self.local.ring
+        return early and self.reduced and (ring or not loops) and self.local.model.latent_attention is None
 
     def reduced_early(self) -> Component:
         """Return the gradient of the unembedding that has been reduced before the loop over layers."""

@@ -40,11 +40,32 @@ def in_rows(local: LocalSizes, again: Recomputed) -> list[tuple[int, int]]:
 def copied_stack(local: LocalSizes, backend: str) -> int:
     """Return the size of a stack of gate or up that is copied to another layout; 0: none is.
 
-    Without a capacity the kernel of the weight gradient of down reads its input transposed, which is computed from them.
+    Without a capacity the kernel of the weight gradient of down reads its input transposed, which is computed from them. Each layer of a
+    turn of several has stacks of its own, and those of the last turn are not written into them yet (heap of gpt-oss over context).
     """
     narrow = local.model.moe is not None and local.config.precision.eight_bit and local.config.compute.experts.capacity_factor is None
     kept = narrow and any(count and size == local.hidden_bytes for count, size in saved_arrays(local, backend))
-    return local.model.num_layers * local.hidden_bytes if kept else 0
+    period = local.model.layer_period
+    last = period * _gates(local) * local.hidden_bytes if period > 1 else 0
+    return local.model.num_layers // period * local.hidden_bytes + last if kept else 0
+
+
+def gathers_in_turns(local: LocalSizes, again: Recomputed) -> bool:
+    """Return whether turns of several layers keep gate and up and gather their tokens, with weight gradients within their layer."""
+    model, experts = local.model, local.config.compute.experts
+    turns = model.moe is not None and model.layer_period > 1 and not local.adapted and local.config.precision.eight_bit
+    return turns and experts.capacity_factor is None and not local.sends_uncapped and local.ties_weight_gradients and not again.weights
+
+
+def in_gathered_turn(local: LocalSizes) -> tuple[int, int]:
+    """Return the sizes of hidden activations and of all others in the experts of a layer of such a turn, less attention.
+
+    When the parts of the rows' gradients by gate and by up are summed for the tokens: the gradients of gate and up and the input of down in
+    float8, the gradient of that input in the compute dtype; of the rows also the inputs and the gradients of the results, in float8.
+    (Heaps of gpt-oss over context, and over tensor and expert.)
+    """
+    rows = 2 * eight_bits.one_byte(local, local.row_bytes) + 2 * local.row_bytes + local.slot_bytes
+    return (_gates(local) + 1) * eight_bits.one_byte(local, local.padded_hidden_bytes) + local.hidden_bytes, rows
 
 
 def turns_wait(local: LocalSizes) -> bool:

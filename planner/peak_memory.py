@@ -17,6 +17,7 @@ from ridgeline.planner.activations import (
     attention_workspace,
     offloads_inputs,
     relaid_bytes,
+    ring_zeros,
     saved_arrays,
 )
 from ridgeline.planner.after_layers import AfterLayers
@@ -109,6 +110,7 @@ class StepMemory(InLoss, AfterLayers, FirstExperts):
                     "transposed parameters of attention out; gathered weights of one layer",
                 ),
             }
+        turn_waits |= self.turn.layers > 1 and local.saves_first and local.ring
         return start | ({"loss": self.reduced_early()} if turn_waits and self.reduces_in_turn and self.reduces_table_early else {})
 
     def next_input(self) -> int:
@@ -181,6 +183,7 @@ class StepMemory(InLoss, AfterLayers, FirstExperts):
             next_layer = self.gathered_layer()
         where, hidden, streams, copies, waiting, workspace = self.peak_in_layer(together, at_end, in_mlp, next_layer, at_start=at_start)
         copies += self.turn.kept_parameters()
+        workspace = max(workspace, ring_zeros(local, at_start=at_start))
         waiting += self.turn.gradients_left_over()
         # the block's input comes from host memory into a buffer of its own
         streams += local.cut_stream_bytes * offloads_inputs(local) + self.outside.activations

@@ -201,7 +201,11 @@ class Turn:
 
         saved_bytes: of all layers.
         """
-        return 0 if self.layers == 1 or self.recomputes else self.layers * saved_bytes // self.local.model.num_layers
+        local = self.local
+        if self.layers == 1 or self.recomputes:
+            return 0
+        gates = (2 if local.model.gated_mlp else 1) * local.hidden_bytes if local.saves_first else 0
+        return self.layers * (saved_bytes // local.model.num_layers - gates)
 
     def of_offload_in_loss(self, one_chunk: bool, backend: str) -> int:
         """Return the size of what offload has in the loss for a turn.

@@ -109,7 +109,10 @@ def test_blocks_with_frozen_experts_or_values_in_host_memory_do_not_wait(remat, 
         ({"policy": "offload", "names": ["query", "mlp_up"]}, {}, 1, False),
         ({"policy": "full"}, {}, 1, False),
         ({"policy": "none"}, {}, 2, False),
-        ({"policy": "none"}, {"sliding_window": 5, "full_attention_every": 2}, 1, False),
+        ({"policy": "none"}, {"sliding_window": 5, "full_attention_every": 2}, 1, True),
+        ({"policy": "dots"}, {"sliding_window": 5, "full_attention_every": 2}, 1, True),
+        ({"policy": "names", "names": ["query", "mlp_gate"]}, {"sliding_window": 5, "full_attention_every": 2}, 1, False),
+        ({"policy": "none"}, {"sliding_window": 5, "full_attention_every": 2}, 2, False),
     ],
 )
 def test_the_backward_pass_waits_for_gates_of_experts_that_are_kept_on_the_device(remat, model, pipeline, expected) -> None:
