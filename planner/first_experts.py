@@ -88,9 +88,10 @@ class FirstExperts(LayerPeak):
         """Return what is live in the third of these layers, where weight gradients are larger than what they are computed from.
 
         It is the last of them. The gradients of the two layers before wait for their reduction, or what they are computed from, where that
-        is more (heap of DeepSeek V2 Lite over fsdp=256); with latent attention also the gradients of the results of their attention's
-        matmuls. In the MLP of the third layer its inputs, the gradients of its results and the parts by gate and by up are live; at its
-        end, its own weight gradients. Counted with constants, and without exchanges, those of all three come together, at its end.
+        is more (heaps of DeepSeek V2 Lite and Mixtral over fsdp=128 and 256); with latent attention also the gradients of the results of
+        their attention's matmuls. In the MLP of the third layer its inputs, the gradients of its results and the parts by gate and by up
+        are live; at its end, its own weight gradients. Counted with constants, and without exchanges, those of all three come together, at
+        its end.
         """
         local = self.local
         layer = local.gathered_trained_weights * local.gradient_itemsize
@@ -105,7 +106,8 @@ class FirstExperts(LayerPeak):
         if self.program.adds_bfloat16:  # the parts by gate and by up come when gate and up are gone
             in_mlp = max(in_mlp - 2 * local.row_bytes, 3 * local.hidden_bytes + 4 * local.row_bytes)
         in_mlp += SLOTS_IN_FLIGHT * local.slot_bytes + STREAMS_IN_FLIGHT * local.stream_bytes
-        operands = 3 * local.hidden_bytes + 2 * local.row_bytes  # of the weight gradients of a layer's experts
+        # of the weight gradients of a layer's routed experts: no times are known of their kernels
+        operands = 3 * local.expert_rows * local.model.expert_width * local.compute_itemsize // local.tensor + 2 * local.row_bytes
         # the result of a kernel, which is multiplied by its scale next
         eight_bit = local.config.precision.eight_bit
         unscaled = local.mlp_matrix * local.gradient_itemsize if eight_bit and not self.reduces_in_turn else 0
