@@ -201,22 +201,20 @@ def _scores_saved(local: LocalSizes, backend: str) -> int:
     return {"xla": score_bytes(local, 4 + local.compute_itemsize), "reference": score_bytes(local, 8)}.get(backend, 0)
 
 
-def relaid_bytes(local: LocalSizes, backend: str, overlap: bool, combined: bool) -> int:
+def relaid_bytes(local: LocalSizes, backend: str, overlap: bool) -> int:
     """Return the bytes of the largest saved value that is copied to another layout, for all layers, at the start of the backward pass.
 
-    Dense layers over tensor copy none (models/backward_order.py: after_forward). With experts over tensor, several rows and unrolled loops
-    the stack of block inputs is copied before the last layer is written into it, as the first kernels of the backward pass read the old
-    one; a gathered stream that is saved is not: they gather their tokens themselves, and attention alone reads it (heaps of Mixtral on
-    A100s and a B200). Attention that stores scores transposes them.
+    Where the backward pass waits for all that was saved none is copied there (planner/recompute.py: saves_first). With other experts over
+    tensor, several rows and unrolled loops the stack of block inputs is copied before the last layer is written into it, as the first
+    kernels of the backward pass read the old one; a gathered stream that is saved is not: they gather their tokens themselves, and
+    attention alone reads it (heaps of Mixtral on A100s and a B200). Attention that stores scores transposes them.
     """
     policy, layers = local.config.compute.remat.policy, local.model.num_layers
     relaid = 0
     experts = local.model.moe is not None and policy not in ("none", "attention-only") and not _reads_kept_update(local)
     between = local.tensor > 1 and local.rows > 1 and local.fsdp > 1 and not (offloads_inputs(local) or local.saves_first)
-    if experts and between and overlap and (policy != "dots" or combined):
+    if experts and between and overlap:
         relaid = layers * local.cut_stream_bytes
-    if local.latent_bytes and local.ring and policy == "dots":
-        relaid += layers * local.up_bytes  # keys and values from latents, as the ring reads them (heap of DeepSeek V2 Lite)
     kept = {"key", "value"}.intersection(local.config.compute.remat.names) if policy == "names" else set()
     if local.latent_bytes and local.tensor > 1 and overlap:
         # attention in blocks reads them with heads before tokens (heap of DeepSeek V2 Lite)

@@ -90,7 +90,7 @@ def over_tensor(local: LocalSizes) -> bool:
     """Return whether alike layers with experts run over tensor; block-scaled matmuls and 8-bit ones with all_to_all were not looked at."""
     model, precision = local.model, local.config.precision
     alike = model.moe is not None and model.layer_period == 1 and not local.adapted and not local.latent_bytes
-    plain = local.pipeline * local.context == 1 and precision.block_scaled is None
+    plain = local.pipeline == 1 and precision.block_scaled is None
     return alike and plain and local.tensor > 1 and not (precision.eight_bit and local.sends_uncapped)
 
 

@@ -28,13 +28,15 @@ def in_rows(local: LocalSizes, again: Recomputed) -> list[tuple[int, int]]:
     """Return the sizes of hidden activations and of all others at two points in the experts of a layer.
 
     First one kernel reads gate, up and the gradient of the input of down, and others write the gradients of the first two in both layouts
-    and the input of down. Then the parts of the rows' gradients by gate and by up are summed for the tokens, and one layout is left.
+    and the input of down; where gate and up are computed again five arrays are there before they are float8 (heaps of Mixtral). Then the
+    parts of the rows' gradients by gate and by up are summed for the tokens, and one layout is left.
     """
     gates, rows = _gates(local), 2 * eight_bits.one_byte(local, local.row_bytes)
-    in_kernel = (1 + len({"gate", "up"} & again.weights)) * local.hidden_bytes
+    computed = len({"gate", "up"} & again.weights)
     narrow = eight_bits.one_byte(local, local.hidden_bytes)
+    in_kernel = (1 + computed) * local.hidden_bytes + (2 * gates + 1) * narrow if computed < 2 else 5 * local.hidden_bytes
     beside = rows + eight_bits.beside_experts(local)
-    return [(in_kernel + (2 * gates + 1) * narrow, beside), ((gates + 1) * narrow, beside + _summed(local))]
+    return [(in_kernel, beside), ((gates + 1) * narrow, beside + _summed(local))]
 
 
 def copied_stack(local: LocalSizes, backend: str) -> int:

@@ -76,10 +76,6 @@ class StepMemory(InLoss, AfterLayers, FirstExperts):
     def start_of_backward(self) -> Components:
         """Return what is live in the backward pass of the last layer, which comes first, while XLA copies a stack that it kept.
 
-        With dots the copy is made after attention's backward pass and is short: the MLP's weight gradients still wait (three hidden
-        activations), with the gathered gradients of both updates and that of attention's input before its reduction, those of queries, keys
-        and values, attention's result, and five streams between blocks.
-
         Where the layers of a turn wait for each other's gradients, the unembedding's is reduced while the first of them is recomputed; the
         gathered tokens of a layer's experts and the gathered input of its attention are live for longer.
         """
@@ -88,13 +84,7 @@ class StepMemory(InLoss, AfterLayers, FirstExperts):
             return self._start_in_order()
         # where experts are first it is copied, if at all, after them, when less is live
         experts_first = self.experts_wait or self.relays_in_attention or self.experts_late
-        relaid = 0 if experts_first else relaid_bytes(local, self.backend, self.overlap, self.combined)
-        if relaid and local.config.compute.remat.policy == "dots" and self.turn.layers == 1:
-            after = relaid + 3 * (local.hidden_bytes + local.stream_bytes) + 5 * local.cut_stream_bytes
-            after += 2 * (local.query_bytes + local.key_bytes)
-            text = "after attention; one saved value of all layers in another layout"
-            layer = self.backward(layers=self.turn.delayed_at_start)
-            return layer | {"working_activations": max(layer["working_activations"], Component(after, text), key=lambda part: part.bytes)}
+        relaid = 0 if experts_first else relaid_bytes(local, self.backend, self.overlap)
         turn_waits = self.turn.layers > 1 and self.waits
         delayed = self.delayed_block_scaled() + (local.slot_bytes + local.stream_bytes if turn_waits else 0)
         delayed += self.next_attention() + self.next_input()
