@@ -104,8 +104,12 @@ class ExpertsPeak(LiveBuffers):
     def relays_in_attention(self) -> bool:
         """Whether a stack is copied, if at all, in attention, when less is live than in experts that are recomputed when their gradient is
         there (heaps of Mixtral, Qwen3 30B and 235B and DeepSeek V2 Lite over tensor). With a capacity only where weight gradients are tied.
+        Before the experts with latent attention in a ring (heap of V2 Lite over tensor=2 x context=2).
         """
-        return self._over_tensor_wait and (self.local.ties_weight_gradients or not expert_layers.capped(self.local))
+        local = self.local
+        if local.latent_bytes and local.ring:
+            return False
+        return self._over_tensor_wait and (local.ties_weight_gradients or not expert_layers.capped(local))
 
     @property
     def next_recomputed(self) -> int:
@@ -140,11 +144,13 @@ class ExpertsPeak(LiveBuffers):
     def rows_hold_tokens(self) -> bool:
         """Whether tokens of other devices are in the rows of the experts when these are computed, and their slots are free.
 
-        So it is with a capacity where tokens are gathered (heaps of Mixtral, Qwen3 30B and 235B and DeepSeek V2 Lite).
+        So it is with a capacity where tokens are gathered (heaps of Mixtral, Qwen3 30B and 235B and DeepSeek V2 Lite), and with latent
+        attention where they are sent too (heaps of V2 Lite).
         """
         local = self.local
         plain = self.overlap and local.model.layer_period == 1 and not local.config.precision.eight_bit
-        return plain and expert_layers.capped(local) and not expert_layers.sends_capped(local) and not self.experts_late
+        held = local.latent_bytes > 0 or not expert_layers.sends_capped(local)
+        return plain and expert_layers.capped(local) and held and not self.experts_late
 
     @property
     def _over_tensor_wait(self) -> bool:
@@ -236,7 +242,7 @@ class ExpertsPeak(LiveBuffers):
         matrices: gathered weights. streams: residual streams in the MLP; `backward` adds one in float32.
         """
         local = self.local
-        if local.sends_uncapped or expert_layers.sends_capped(local):
+        if local.sends_uncapped or (expert_layers.sends_capped(local) and not local.latent_bytes):
             return []
         latent = local.latent_bytes and local.ties_weight_gradients and not local.config.precision.eight_bit
         if self.computes_before_sum and not self.experts_late:

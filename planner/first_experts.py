@@ -106,8 +106,10 @@ class FirstExperts(LayerPeak):
         if self.program.adds_bfloat16:  # the parts by gate and by up come when gate and up are gone
             in_mlp = max(in_mlp - 2 * local.row_bytes, 3 * local.hidden_bytes + 4 * local.row_bytes)
         in_mlp += SLOTS_IN_FLIGHT * local.slot_bytes + STREAMS_IN_FLIGHT * local.stream_bytes
-        # of the weight gradients of a layer's routed experts: no times are known of their kernels
+        # of the weight gradients of a layer's routed experts, whose kernels have no times
         operands = 3 * local.expert_rows * local.model.expert_width * local.compute_itemsize // local.tensor + 2 * local.row_bytes
+        late = self.groups_rows and operands > layer and not self.reduces_in_turn
+        waiting = max(before * layer, min(DELAYED, local.model.moe_layers - 1) * operands * late)
         # the result of a kernel, which is multiplied by its scale next
         eight_bit = local.config.precision.eight_bit
         unscaled = local.mlp_matrix * local.gradient_itemsize if eight_bit and not self.reduces_in_turn else 0
@@ -118,7 +120,7 @@ class FirstExperts(LayerPeak):
         gathered, streams = self.gathered_layer() + self.outside.weights, 5 if latent else 3
         together = min(DELAYED + 1, local.model.moe_layers) if self.reduces_together else before + 1
         points = {
-            **({} if narrow else {"its MLP": (in_mlp, gathered, before * max(layer, operands))}),
+            **({} if narrow else {"its MLP": (in_mlp, gathered, waiting)}),
             "its end": (
                 local.hidden_bytes + streams * local.stream_bytes,
                 gathered if early and not self.reduces_together else 0,

@@ -254,14 +254,15 @@ class Turn:
 
         A layer's backward pass fills two arrays of slots and one of rows. With one microbatch XLA writes the zeros of the turn outside of
         the loop at the start of the step, for each exchange its own, and a turn of several layers has one more in the loop over layers. In
-        a loop of microbatches one array is kept to copy from, and such a turn begins with all of its copies.
+        a loop of microbatches one array is kept to copy from, and such a turn begins with all of its copies, an ordered layer with its own
+        (heaps of gpt-oss and Llama 4 Scout).
         """
         moe, (slots, rows) = self.local.model.moe, self.local.written_in_place
         if moe is None or not self.overlap:
             return 0
         distinct, of_turn = slots + (rows if rows != slots else 0), self.zeros_of_turn
         if self.in_loop:
-            return distinct + (of_turn if self.layers > 1 else 0)
+            return distinct + (of_turn if self.layers > 1 else 2 * slots + rows if self.in_order else 0)
         return of_turn + (distinct if self.layers > 1 or self.in_order else 0)
 
     @property
