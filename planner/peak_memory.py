@@ -177,7 +177,7 @@ class StepMemory(InLoss, AfterLayers, FirstExperts):
         waiting += self.turn.gradients_left_over()
         # the block's input comes from host memory into a buffer of its own
         streams += local.cut_stream_bytes * offloads_inputs(local) + self.outside.activations
-        hidden += self.turn.slices_of_kept(self.saved.bytes) + self.turn.zeroed_slots()
+        hidden += self.turn.slices_of_kept(self.saved.bytes) + self.turn.zeroed_slots(at_start=at_start)
         reducing = self.turn.trained_weights * local.gradient_itemsize if late and self.reduced else 0
         if reducing and (self.reduces_in_turn or self.scatters_scaled):
             reducing = 2 * reducing // self.sharded.fsdp  # the sums over fsdp, and together as they are summed over the other axes

@@ -249,20 +249,23 @@ class Turn:
         others = 0 if self.left_over else self.local.model.layer_period - 3
         return max(0, others) * offloaded_bytes(self.local) // self.local.model.num_layers
 
-    def zeroed_slots(self) -> int:
+    def zeroed_slots(self, *, at_start: bool) -> int:
         """Return the size of the zeros for exchanges by all_to_all without a capacity that are not used yet.
 
         A layer's backward pass fills two arrays of slots and one of rows. With one microbatch XLA writes the zeros of the turn outside of
         the loop at the start of the step, for each exchange its own, and a turn of several layers has one more in the loop over layers. In
-        a loop of microbatches one array is kept to copy from, and such a turn begins with all of its copies, an ordered layer with its own
-        (heaps of gpt-oss and Llama 4 Scout).
+        a loop of microbatches one array is kept to copy from, and such a turn begins with all of its copies, an ordered layer in the
+        loop with its own (heaps of gpt-oss and Llama 4 Scout).
+
+        at_start: in the layers before the loop.
         """
         moe, (slots, rows) = self.local.model.moe, self.local.written_in_place
         if moe is None or not self.overlap:
             return 0
         distinct, of_turn = slots + (rows if rows != slots else 0), self.zeros_of_turn
         if self.in_loop:
-            return distinct + (of_turn if self.layers > 1 else 2 * slots + rows if self.in_order else 0)
+            own = 2 * slots + rows if self.in_order and not at_start else 0
+            return distinct + (of_turn if self.layers > 1 else own)
         return of_turn + (distinct if self.layers > 1 or self.in_order else 0)
 
     @property
