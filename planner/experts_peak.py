@@ -148,9 +148,8 @@ class ExpertsPeak(LiveBuffers):
         attention where they are sent too (heaps of V2 Lite).
         """
         local = self.local
-        plain = self.overlap and local.model.layer_period == 1 and not local.config.precision.eight_bit
         held = local.latent_bytes > 0 or not expert_layers.sends_capped(local)
-        return plain and expert_layers.capped(local) and held and not self.experts_late
+        return self.overlap and expert_layers.capped(local) and held and not self.experts_late
 
     @property
     def _over_tensor_wait(self) -> bool:
@@ -206,9 +205,12 @@ class ExpertsPeak(LiveBuffers):
         """Bytes that the weight gradients of attention and of shared experts of a turn before the loop are computed from, which wait, and
         what of the next turn's attention is computed again meanwhile. Not where the turn reduces its gradients.
 
+        Where the weights multiply the experts' inputs nothing reads the gradient that the weight gradient of down is tied to: also the
+        operands of down, where nothing is computed again and in 8 bits (heaps of Scout).
+
         Where nothing waits for a gradient, also the inputs of the next turn's MLPs, and with one microbatch zeros of its exchanges. In 8
         bits those of two turns wait, less the current layer: operands in one byte, the inputs of attention and MLP in the compute dtype,
-        that of the MLP's norm in float32; where the weights multiply the experts' inputs, also the operands of down. (Heaps of Scout.)
+        that of the MLP's norm in float32. (Heaps of Scout.)
         """
         local, turn = self.local, self.turn
         moe = local.model.moe
@@ -219,14 +221,15 @@ class ExpertsPeak(LiveBuffers):
         shared = 0 if moe is None else 3 * moe.shared_experts * local.tokens * local.model.expert_width * local.compute_itemsize
         shared //= local.tensor
         attention = expert_layers.attention(local)
+        scaled = moe is not None and moe.scale_input
+        of_down = local.row_bytes + local.expert_rows * local.model.expert_width * local.compute_itemsize // local.tensor if scaled else 0
         if local.config.precision.eight_bit:
-            narrow = 2 * local.stream_bytes + shared
-            if moe is not None and moe.scale_input:  # nothing reads the gradient that the weight gradient of down is tied to
-                narrow += local.row_bytes + local.expert_rows * local.model.expert_width * local.compute_itemsize // local.tensor
+            narrow = 2 * local.stream_bytes + shared + of_down
             wide = 2 * local.stream_bytes + (1 + 4 // local.compute_itemsize) * local.cut_stream_bytes
             pending = narrow // local.compute_itemsize + wide + attention + local.query_bytes + 2 * local.key_bytes
             return (2 * turn.layers - 1) * pending + zeros
         pending = 2 * local.stream_bytes + attention + local.query_bytes + 2 * local.key_bytes + shared
+        pending += 0 if turn.recomputes else of_down
         again = (3 if nothing else 1) * local.stream_bytes + attention if turn.recomputes and not local.sends_uncapped else 0
         return turn.layers * (pending + again) + zeros
 

@@ -20,10 +20,9 @@ AHEAD = 2
 
 
 def applies(live: LiveBuffers) -> bool:
-    """Return whether layers are such layers, with 16-bit or 8-bit matmuls. With a capacity weight gradients are measured matmuls."""
+    """Return whether layers are such layers, with 16-bit or 8-bit matmuls."""
     local, precision = live.local, live.local.config.precision
-    uncapped = local.model.moe is not None and not expert_layers.capped(local)
-    return live.turn.in_order and uncapped and (precision.matmul == "compute" or precision.eight_bit)
+    return live.turn.in_order and local.model.moe is not None and (precision.matmul == "compute" or precision.eight_bit)
 
 
 def points(live: LiveBuffers, mask: int, at_end: tuple[int, int], next_layer: int) -> list[Point]:
@@ -84,12 +83,14 @@ def _in_experts(live: LiveBuffers, weights: int, ahead: int, mask: int) -> list[
 
 
 def _in_narrow_experts(live: LiveBuffers, weights: int, mask: int) -> list[Point]:
-    """Return the points in experts with 8-bit matmuls (narrow_experts.in_order), with the matrices of gate and up."""
+    """Return the points in experts with 8-bit matmuls (narrow_experts.in_order), with the matrices of gate and up; with a capacity also the
+    tokens' slots (heap of Scout over tensor and expert)."""
     local = live.local
     again = recomputed(local.model, local.config.compute.remat)
     weights += _gates(local) * local.mlp_matrix * local.matrix_itemsize
     pending = _gradients(live) if local.ties_weight_gradients else 0
+    slots = local.slot_bytes if expert_layers.capped(local) else 0
     return [
-        ("its MLP", hidden, others, weights, pending, mask)
+        ("its MLP", hidden, others + slots, weights, pending, mask)
         for hidden, others in narrow_experts.in_order(local, again, measured=live.program.measured_matmuls)
     ]
