@@ -206,7 +206,7 @@ class ExpertsPeak(LiveBuffers):
         what of the next turn's attention is computed again meanwhile. Not where the turn reduces its gradients.
 
         Where the weights multiply the experts' inputs nothing reads the gradient that the weight gradient of down is tied to: also the
-        operands of down, where nothing is computed again and in 8 bits (heaps of Scout).
+        operands of down (heaps of Scout).
 
         Where nothing waits for a gradient, also the inputs of the next turn's MLPs, and with one microbatch zeros of its exchanges. In 8
         bits those of two turns wait, less the current layer: operands in one byte, the inputs of attention and MLP in the compute dtype,
@@ -228,8 +228,7 @@ class ExpertsPeak(LiveBuffers):
             wide = 2 * local.stream_bytes + (1 + 4 // local.compute_itemsize) * local.cut_stream_bytes
             pending = narrow // local.compute_itemsize + wide + attention + local.query_bytes + 2 * local.key_bytes
             return (2 * turn.layers - 1) * pending + zeros
-        pending = 2 * local.stream_bytes + attention + local.query_bytes + 2 * local.key_bytes + shared
-        pending += 0 if turn.recomputes else of_down
+        pending = 2 * local.stream_bytes + attention + local.query_bytes + 2 * local.key_bytes + shared + of_down
         again = (3 if nothing else 1) * local.stream_bytes + attention if turn.recomputes and not local.sends_uncapped else 0
         return turn.layers * (pending + again) + zeros
 
