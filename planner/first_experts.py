@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ridgeline.configs.remat import POLICIES
 from ridgeline.planner import expert_layers, narrow_experts
-from ridgeline.planner.activations import Component
+from ridgeline.planner.activations import Component, offloads_inputs
 from ridgeline.planner.layer_peak import SLOTS_IN_FLIGHT, STREAMS_IN_FLIGHT, LayerPeak
 from ridgeline.planner.live_buffers import DELAYED
 from ridgeline.planner.recompute import waiting
@@ -106,10 +106,11 @@ class FirstExperts(LayerPeak):
         if self.program.adds_bfloat16:  # the parts by gate and by up come when gate and up are gone
             in_mlp = max(in_mlp - 2 * local.row_bytes, 3 * local.hidden_bytes + 4 * local.row_bytes)
         in_mlp += SLOTS_IN_FLIGHT * local.slot_bytes + STREAMS_IN_FLIGHT * local.stream_bytes
+        in_mlp += self.next_recomputed if self.plain_experts and offloads_inputs(local) else 0
         # of the weight gradients of a layer's routed experts, whose kernels have no times
         operands = 3 * local.expert_rows * local.model.expert_width * local.compute_itemsize // local.tensor + 2 * local.row_bytes
         late = self.groups_rows and operands > layer and not self.reduces_in_turn
-        waiting = max(before * layer, min(DELAYED, local.model.moe_layers - 1) * operands * late)
+        pending = max(before * layer, min(DELAYED, local.model.moe_layers - 1) * operands * late)
         # the result of a kernel, which is multiplied by its scale next
         eight_bit = local.config.precision.eight_bit
         unscaled = local.mlp_matrix * local.gradient_itemsize if eight_bit and not self.reduces_in_turn else 0
@@ -119,10 +120,13 @@ class FirstExperts(LayerPeak):
         early = latent or narrow or fetches or self.groups_rows or again
         gathered, streams = self.gathered_layer() + self.outside.weights, 5 if latent else 3
         together = min(DELAYED + 1, local.model.moe_layers) if self.reduces_together else before + 1
+        # weight gradients of attention that is computed again wait, too
+        waits_too = self.reduces_together and waiting(local.config, local.tensor, local.expert) == "block"
+        of_attentions = together * (expert_layers.attention(local) + 3 * local.stream_bytes) * waits_too
         points = {
-            **({} if narrow else {"its MLP": (in_mlp, gathered, waiting)}),
+            **({} if narrow else {"its MLP": (in_mlp, gathered, pending)}),
             "its end": (
-                local.hidden_bytes + streams * local.stream_bytes,
+                local.hidden_bytes + streams * local.stream_bytes + of_attentions,
                 gathered if early and not self.reduces_together else 0,
                 together * layer + unscaled,
             ),
