@@ -110,7 +110,7 @@ class FirstExperts(LayerPeak):
         # of the weight gradients of a layer's routed experts, whose kernels have no times
         operands = 3 * local.expert_rows * local.model.expert_width * local.compute_itemsize // local.tensor + 2 * local.row_bytes
         late = self.groups_rows and operands > layer and not self.reduces_in_turn
-        pending = max(before * layer, min(DELAYED, local.model.moe_layers - 1) * operands * late)
+        pending = min(DELAYED, local.model.moe_layers - 1) * operands if late else before * layer
         # the result of a kernel, which is multiplied by its scale next
         eight_bit = local.config.precision.eight_bit
         unscaled = local.mlp_matrix * local.gradient_itemsize if eight_bit and not self.reduces_in_turn else 0
@@ -122,7 +122,7 @@ class FirstExperts(LayerPeak):
         together = min(DELAYED + 1, local.model.moe_layers) if self.reduces_together else before + 1
         # weight gradients of attention that is computed again wait, too
         waits_too = self.reduces_together and waiting(local.config, local.tensor, local.expert) == "block"
-        of_attentions = together * (expert_layers.attention(local) + 3 * local.stream_bytes) * waits_too
+        of_attentions = together * (expert_layers.attention(local) + 3 * local.stream_bytes) if waits_too else 0
         points = {
             **({} if narrow else {"its MLP": (in_mlp, gathered, pending)}),
             "its end": (
