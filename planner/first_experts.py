@@ -106,7 +106,7 @@ class FirstExperts(LayerPeak):
         if self.program.adds_bfloat16:  # the parts by gate and by up come when gate and up are gone
             in_mlp = max(in_mlp - 2 * local.row_bytes, 3 * local.hidden_bytes + 4 * local.row_bytes)
         in_mlp += SLOTS_IN_FLIGHT * local.slot_bytes + STREAMS_IN_FLIGHT * local.stream_bytes
-        in_mlp += self.next_recomputed if self.plain_experts and offloads_inputs(local) else 0
+        in_mlp += self.next_recomputed if offloads_inputs(local) else 0
         # of the weight gradients of a layer's routed experts, whose kernels have no times
         operands = 3 * local.expert_rows * local.model.expert_width * local.compute_itemsize // local.tensor + 2 * local.row_bytes
         late = self.groups_rows and operands > layer and not self.reduces_in_turn
