@@ -85,7 +85,7 @@ class FirstExperts(LayerPeak):
         }
 
     def _reductions_of_layers(self) -> Components:
-        """Return what is live in the third of these layers, where weight gradients are larger than what they are computed from.
+        """Return what is live in the third of these layers, where weight gradients are not computed within their layer.
 
         It is the last of them. The gradients of the two layers before wait for their reduction, or what they are computed from, where that
         is more (heaps of DeepSeek V2 Lite and Mixtral over fsdp=128 and 256); with latent attention also the gradients of the results of
