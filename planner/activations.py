@@ -204,21 +204,11 @@ def _scores_saved(local: LocalSizes, backend: str) -> int:
 def relaid_bytes(local: LocalSizes, backend: str, overlap: bool) -> int:
     """Return the bytes of the largest saved value that is copied to another layout, for all layers, at the start of the backward pass.
 
-    Where the backward pass waits for all that was saved none is copied there (planner/recompute.py: saves_first). With other experts over
-    tensor, several rows and unrolled loops the stack of block inputs is copied before the last layer is written into it, as the first
-    kernels of the backward pass read the old one; a gathered stream that is saved is not: they gather their tokens themselves, and
-    attention alone reads it (heaps of Mixtral on A100s and a B200). Attention that stores scores transposes them.
+    Over tensor the backward pass waits for all that was saved, and none is copied there (planner/recompute.py: saves_first). Attention that
+    stores scores transposes them.
     """
     policy, layers = local.config.compute.remat.policy, local.model.num_layers
     relaid = 0
-    experts = local.model.moe is not None and policy not in ("none", "attention-only") and not _reads_kept_update(local)
-    between = local.tensor > 1 and local.rows > 1 and local.fsdp > 1 and not (offloads_inputs(local) or local.saves_first)
-    if experts and between and overlap:
-        relaid = layers * local.cut_stream_bytes
-    kept = {"key", "value"}.intersection(local.config.compute.remat.names) if policy == "names" else set()
-    if local.latent_bytes and local.tensor > 1 and overlap:
-        # attention in blocks reads them with heads before tokens (heap of DeepSeek V2 Lite)
-        relaid += layers * (local.key_bytes * ("key" in kept) + local.value_bytes * ("value" in kept))
     if backend in ("xla", "reference") and policy == "none":
         relaid += layers * score_bytes(local, 4)
     one_row = backend == "pallas" and policy == "none" and local.rows == 1 and local.context == 1 and local.model.moe is None
@@ -228,13 +218,6 @@ def relaid_bytes(local: LocalSizes, backend: str, overlap: bool) -> int:
         # flags; Qwen2.5 7B with 28 heads has no copy, and it is not known why)
         relaid += layers * local.context_bytes
     return relaid
-
-
-def _reads_kept_update(local: LocalSizes) -> bool:
-    """Return whether layers keep attention's update: inputs of blocks and updates are added as they were kept, and gathered
-    only for the exchange of tokens (heaps of Qwen3 30B over tensor, in bfloat16 and in float8 over context)."""
-    remat = local.config.compute.remat
-    return remat.policy == "names" and "attention_out" in remat.names
 
 
 def mask_bytes(local: LocalSizes, backend: str) -> int:

@@ -101,32 +101,24 @@ class ExpertsPeak(LiveBuffers):
         return lasts and self._over_tensor_wait and not self.local.latent_bytes
 
     @property
-    def relays_in_attention(self) -> bool:
-        """Whether a stack is copied, if at all, in attention, when less is live than in experts that are recomputed when their gradient is
-        there (heaps of Mixtral, Qwen3 30B and 235B and DeepSeek V2 Lite over tensor). With a capacity only where weight gradients are tied.
-        Before the experts with latent attention in a ring (heap of V2 Lite over tensor=2 x context=2).
-        """
-        local = self.local
-        if local.latent_bytes and local.ring:
-            return False
-        return self._over_tensor_wait and (local.ties_weight_gradients or not expert_layers.capped(local))
-
-    @property
     def next_recomputed(self) -> int:
         """Bytes of the next layers' attention that are computed again in a layer with experts before the loop over layers.
 
         Where blocks are recomputed and nothing waits for a gradient, that of two layers, with values from host memory; with constants of
         three (`recomputes_at_once`). Where MLPs wait, none: the exchange hides it. But the weight gradients of experts with a capacity are
         measured matmuls, and those of latent attention are too: over tensor that of one layer is computed again beside them, in a loop of
-        microbatches of the latter alone. Exchanges by all_to_all cover it all. (Heaps of Qwen3 30B, DeepSeek V2 Lite and V3.)
+        microbatches of the latter alone. Exchanges by all_to_all cover it all, but where nothing waits the next layer's tokens are gathered
+        over tensor. (Heaps of Qwen3 30B, DeepSeek V2 Lite and V3, and of Mixtral in fp8.)
         """
         local = self.local
-        if not self.turn.recomputes or self.turn.layers > 1 or local.sends_uncapped or expert_layers.sends_capped(local):
+        if not self.turn.recomputes or self.turn.layers > 1 or expert_layers.sends_capped(local):
             return 0
-        attention = expert_layers.attention(local)
+        attention, nothing = expert_layers.attention(local), waiting(local.config, local.tensor, local.expert) == "nothing"
+        if local.sends_uncapped:
+            return local.slot_bytes if nothing and local.tensor > 1 else 0
         if self.recomputes_at_once:
             return 3 * attention + 7 * local.stream_bytes + local.slot_bytes + expert_layers.fetched_early(local)
-        if waiting(local.config, local.tensor, local.expert) == "nothing":
+        if nothing:
             return 2 * attention + expert_layers.fetched_early(local)
         measured = expert_layers.capped(local) and self.program.measured_matmuls and not self.in_loop
         return attention + 2 * local.stream_bytes if local.tensor > 1 and (measured or local.latent_bytes) else 0

@@ -82,9 +82,7 @@ class StepMemory(InLoss, AfterLayers, FirstExperts):
         local = self.local
         if self.turn.in_order:
             return self._start_in_order()
-        # where experts are first it is copied, if at all, after them, when less is live
-        experts_first = self.experts_wait or self.relays_in_attention or self.experts_late
-        relaid = 0 if experts_first else relaid_bytes(local, self.backend, self.overlap)
+        relaid = relaid_bytes(local, self.backend, self.overlap)
         turn_waits = self.turn.layers > 1 and self.waits
         delayed = self.delayed_block_scaled() + (local.slot_bytes + local.stream_bytes if turn_waits else 0)
         delayed += self.next_attention() + self.next_input()

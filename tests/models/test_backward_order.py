@@ -225,8 +225,9 @@ def test_over_tensor_and_with_kept_gates_of_experts_the_backward_pass_of_the_loo
 
     Experts in layers of several kinds follow each other instead where inputs of MLP down are computed again.
     """
-    follow = "sliding_window" in model and policy in ("full", "names")
-    waits = tensor > 1 if "moe" not in model else policy != "full" and not follow
+    follow = "moe" in model and "sliding_window" in model and policy in ("full", "names")
+    kept = "moe" in model and policy != "full"
+    waits = (tensor > 1 or kept) and not follow
     config = make_config(1, 4 // tensor, tensor, accumulation, **model)
     compute = config.compute.model_copy(update={"remat": REMAT[policy], "tensor_overlap": overlap})
     config = config.model_copy(update={"compute": compute})

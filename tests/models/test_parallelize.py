@@ -100,24 +100,33 @@ def test_blocks_with_frozen_experts_or_values_in_host_memory_do_not_wait(remat, 
     assert waits_for_gradient(model, compute, LoraConfig(rank=lora), tensor=1, gathered=False) == waits
 
 
+WINDOWED = {"sliding_window": 5, "full_attention_every": 2}
+
+
 @pytest.mark.parametrize(
-    ("remat", "model", "pipeline", "expected"),
+    ("remat", "model", "mesh", "expected"),
     [
-        ({"policy": "none"}, {}, 1, True),
-        ({"policy": "names", "names": ["query", "mlp_gate"]}, {}, 1, True),
-        ({"policy": "names", "names": ["query", "attention_out"]}, {}, 1, False),
-        ({"policy": "offload", "names": ["query", "mlp_up"]}, {}, 1, False),
-        ({"policy": "full"}, {}, 1, False),
-        ({"policy": "none"}, {}, 2, False),
-        ({"policy": "none"}, {"sliding_window": 5, "full_attention_every": 2}, 1, True),
-        ({"policy": "dots"}, {"sliding_window": 5, "full_attention_every": 2}, 1, True),
-        ({"policy": "names", "names": ["query", "mlp_gate"]}, {"sliding_window": 5, "full_attention_every": 2}, 1, False),
-        ({"policy": "none"}, {"sliding_window": 5, "full_attention_every": 2}, 2, False),
+        ({"policy": "none"}, {}, {}, True),
+        ({"policy": "names", "names": ["query", "mlp_gate"]}, {}, {}, True),
+        ({"policy": "names", "names": ["query", "attention_out"]}, {}, {}, False),
+        ({"policy": "offload", "names": ["query", "mlp_up"]}, {}, {}, False),
+        ({"policy": "full"}, {}, {}, False),
+        ({"policy": "none"}, {}, {"pipeline": 2}, False),
+        ({"policy": "names", "names": ["query", "attention_out"]}, {}, {"tensor": 2}, True),
+        ({"policy": "offload", "names": ["query", "mlp_up"]}, {}, {"tensor": 2}, True),
+        ({"policy": "full"}, {}, {"tensor": 2}, True),
+        ({"policy": "full"}, {}, {"tensor": 2, "pipeline": 2}, False),
+        ({"policy": "none"}, WINDOWED, {}, True),
+        ({"policy": "dots"}, WINDOWED, {}, True),
+        ({"policy": "names", "names": ["query", "mlp_gate"]}, WINDOWED, {}, False),
+        ({"policy": "names", "names": ["query", "mlp_gate"]}, WINDOWED, {"tensor": 2}, False),
+        ({"policy": "full"}, WINDOWED, {"tensor": 2}, False),
+        ({"policy": "none"}, WINDOWED, {"pipeline": 2}, False),
     ],
 )
-def test_the_backward_pass_waits_for_gates_of_experts_that_are_kept_on_the_device(remat, model, pipeline, expected) -> None:
-    compute = ComputeConfig(remat=RematConfig(**remat))
-    assert saves_first(ModelConfig(**BASE | EXPERTS | model), compute, tensor=1, pipeline=pipeline) is expected
+def test_the_backward_pass_waits_for_kept_gates_of_experts_and_over_tensor_for_all_that_was_saved(remat, model, mesh, expected) -> None:
+    compute, sizes = ComputeConfig(remat=RematConfig(**remat)), {"tensor": 1, "pipeline": 1} | mesh
+    assert saves_first(ModelConfig(**BASE | EXPERTS | model), compute, **sizes) is expected
 
 
 @pytest.mark.parametrize(

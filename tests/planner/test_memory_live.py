@@ -248,6 +248,19 @@ def test_no_stack_of_gate_or_up_of_experts_is_copied(number):
 
 
 @pytest.mark.slow
+def test_no_stack_of_block_inputs_of_experts_is_copied_over_tensor():
+    """Attention's values are kept, gate and up are not."""
+    kept = ("compute.remat.policy=names", "compute.remat.names=[query,key,value]")
+    result, config = with_experts("qwen3-30b-a3b", "dgx-a100", {"fsdp": 2, "tensor": 4}, kept)
+    heap, module, local = result.heap, parse(result.hlo_text), LocalSizes.of(config, result.mesh)
+    stack, counts = OF_EXPERTS * local.cut_stream_bytes, []
+    for position in {value.begin for value in heap.values if value.bytes == stack}:
+        live = [each for each in heap.buffers(module, position) if each.dtype == "bf16" and OF_EXPERTS in each.dims]
+        counts.append(sum(each.copies for each in live if each.bytes // each.copies == stack))
+    assert max(counts) == 1
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", drawn([{"fsdp": 8}, {"fsdp": 2, "expert": 4}, {"expert": 8}], 1))
 def test_attention_of_layers_with_experts_is_not_computed_again_beside_the_loss(mesh):
     """XLA would, for the three layers outside of the loop, if only their MLPs waited for gradients, or nothing did."""
