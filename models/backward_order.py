@@ -1,4 +1,5 @@
-"""The order of the backward pass: after all that the loop over layers saved (`after_forward`), and of the layers in one turn of that loop.
+"""The order of the backward pass: after all that the loop over layers saved (`after_forward`), and of the layers in one turn of that loop;
+and zeros that are not written early (`with_zeros`).
 
 Where kinds of layers alternate, a turn has one layer of each kind. XLA's scheduler would mix them: begin the recomputation of several
 layers at once, and delay the weight gradients of all layers to the end of the turn, with all that these are computed from. Matmuls of dense
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 
 Tree = TypeVar("Tree")
 
@@ -72,3 +74,15 @@ def after_forward(run: Callable[..., Tree]) -> Callable[..., Tree]:
 
     ordered.defvjp(forward, lambda pullback, gradient: pullback(gradient))
     return ordered
+
+
+def with_zeros(arrays: Any, like: Any) -> tuple[Any, Any]:
+    """Return the arrays, and zeros of the given shapes and dtypes that XLA writes when the arrays are computed.
+
+    XLA makes one operation of equal zeros: it wrote those of all layers that are not in the loop over layers before the first of them, and
+    kept them until the last had run.
+    """
+    dtypes = sorted({jnp.dtype(each.dtype) for each in jax.tree.leaves(like)}, key=str)
+    arrays, zeros = jax.lax.optimization_barrier((arrays, [jnp.zeros((), dtype) for dtype in dtypes]))
+    of = dict(zip(dtypes, zeros, strict=True))
+    return arrays, jax.tree.map(lambda each: jnp.broadcast_to(of[jnp.dtype(each.dtype)], each.shape), like)

@@ -227,18 +227,6 @@ def mask_bytes(local: LocalSizes, backend: str) -> int:
     return local.tokens * local.config.data.seq_len
 
 
-def ring_zeros(local: LocalSizes, *, at_start: bool) -> int:
-    """Return the bytes of the zeros that a ring of more than two devices starts its sums with, float32.
-
-    Of half of the queries in the forward pass, and of queries and of keys in the backward pass, whose first layer's attention writes them.
-    XLA has them outside of the loops over layers. (Heaps of Mixtral, Qwen3 30B, gpt-oss and Llama 4 Scout over context=4.)
-    """
-    if not local.ring or local.context <= 2:
-        return 0
-    backward = 0 if at_start else local.query_bytes + local.key_bytes
-    return 4 * (local.query_bytes // 2 + backward) // local.compute_itemsize
-
-
 def attention_workspace(local: LocalSizes, backend: str) -> Component:
     """Return the memory of one layer's attention in the backward pass, without its inputs and outputs."""
     mask = mask_bytes(local, backend)

@@ -63,13 +63,12 @@ class ExpertsPeak(LiveBuffers):
         """Whether the gathers of the next layer's weights begin after the MLP of a layer with experts: what follows covers them.
 
         With values in host memory they begin before it, as there is less: the next layer waits for these copies. So they do where gate and
-        up are computed again for few tokens (heap of Mixtral, fsdp=32 x expert=2, 4,096 tokens; not so with 16,384 over fsdp=32). Not
-        looked at in a ring.
+        up are computed again for few tokens (heap of Mixtral, fsdp=32 x expert=2, 4,096 tokens; not so with 16,384 over fsdp=32).
         """
         local = self.local
         again = expert_layers.recomputes_experts(local) and not local.sends_uncapped
         few = again and self.gathered_layer() > MUCH_PER_TOKEN * local.tokens
-        return self.plain_experts and not local.config.compute.remat.offloads and not local.ring and not few
+        return self.plain_experts and not local.config.compute.remat.offloads and not few
 
     @property
     def recomputes_at_once(self) -> bool:
@@ -107,11 +106,12 @@ class ExpertsPeak(LiveBuffers):
         Where blocks are recomputed and nothing waits for a gradient, that of two layers, with values from host memory; with constants of
         three (`recomputes_at_once`). Where MLPs wait, none: the exchange hides it. But the weight gradients of experts with a capacity are
         measured matmuls, and those of latent attention are too: over tensor that of one layer is computed again beside them, in a loop of
-        microbatches of the latter alone. Exchanges by all_to_all cover it all, but where nothing waits the next layer's tokens are gathered
-        over tensor. (Heaps of Qwen3 30B, DeepSeek V2 Lite and V3, and of Mixtral in fp8.)
+        microbatches of the latter alone. Exchanges by all_to_all cover it all, with a capacity where tokens are not gathered over tensor
+        too; without one and where nothing waits, the next layer's tokens are gathered over tensor. (Heaps of Qwen3 30B, DeepSeek V2 Lite
+        and V3, and of Mixtral in fp8.)
         """
         local = self.local
-        if not self.turn.recomputes or self.turn.layers > 1 or expert_layers.sends_capped(local):
+        if not self.turn.recomputes or self.turn.layers > 1 or (expert_layers.sends_capped(local) and local.tensor == 1):
             return 0
         attention, nothing = expert_layers.attention(local), waiting(local.config, local.tensor, local.expert) == "nothing"
         if local.sends_uncapped:
@@ -195,21 +195,21 @@ class ExpertsPeak(LiveBuffers):
     @property
     def pending_attention(self) -> int:
         """Bytes that the weight gradients of attention and of shared experts of a turn before the loop are computed from, which wait, and
-        what of the next turn's attention is computed again meanwhile. Not where the turn reduces its gradients.
+        what of the next turn's attention is computed again meanwhile. Not where the turn reduces its gradients, nor in 8 bits with a
+        capacity and kept gates: these are matmuls that XLA has measured times of (heap of Scout with attention-only).
 
         Where the weights multiply the experts' inputs nothing reads the gradient that the weight gradient of down is tied to: also the
         operands of down (heaps of Scout).
 
-        Where nothing waits for a gradient, also the inputs of the next turn's MLPs, and with one microbatch zeros of its exchanges. In 8
-        bits those of two turns wait, less the current layer: operands in one byte, the inputs of attention and MLP in the compute dtype,
-        that of the MLP's norm in float32. (Heaps of Scout.)
+        Where nothing waits for a gradient, also the inputs of the next turn's MLPs. In 8 bits those of two turns wait, less the current
+        layer: operands in one byte, the inputs of attention and MLP in the compute dtype, that of the MLP's norm in float32. (Heaps of
+        Scout.)
         """
         local, turn = self.local, self.turn
         moe = local.model.moe
         nothing = turn.recomputes and waiting(local.config, local.tensor, local.expert) == "nothing"
-        zeros = turn.zeros_of_turn if nothing and not self.in_loop else 0
-        if self.reduces_in_turn:
-            return zeros
+        if self.reduces_in_turn or (local.config.precision.eight_bit and expert_layers.capped(local) and not turn.recomputes):
+            return 0
         shared = 0 if moe is None else 3 * moe.shared_experts * local.tokens * local.model.expert_width * local.compute_itemsize
         shared //= local.tensor
         attention = expert_layers.attention(local)
@@ -219,10 +219,10 @@ class ExpertsPeak(LiveBuffers):
             narrow = 2 * local.stream_bytes + shared + of_down
             wide = 2 * local.stream_bytes + (1 + 4 // local.compute_itemsize) * local.cut_stream_bytes
             pending = narrow // local.compute_itemsize + wide + attention + local.query_bytes + 2 * local.key_bytes
-            return (2 * turn.layers - 1) * pending + zeros
+            return (2 * turn.layers - 1) * pending
         pending = 2 * local.stream_bytes + attention + local.query_bytes + 2 * local.key_bytes + shared + of_down
         again = (3 if nothing else 1) * local.stream_bytes + attention if turn.recomputes and not local.sends_uncapped else 0
-        return turn.layers * (pending + again) + zeros
+        return turn.layers * (pending + again)
 
     def _rows_by_gate_and_up(self, matrices: int, streams: int, mask: int) -> list[Point]:
         """Return the point in the experts of a layer where the gradients of their rows by gate and by up are summed into slots.

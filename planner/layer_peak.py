@@ -116,7 +116,7 @@ class LayerPeak(MlpPeak):
             *self._weight_gradients_after_attention(attention, at_start=at_start),
             *([] if at_start else self._sum_by_projections(attention)),
             *self._attention_with_final_states(attention),
-            ("its end", hidden, at_end * stream, 0, waiting + more, mask),
+            ("its end", hidden, at_end * stream + self.turn.gathered_tokens(), 0, waiting + more, mask),
             *([("its end", delayed, 0, 0, more, mask)] if self.turn.layers > 1 and recomputes else []),
             *self._mlp_after_others(together, (at_mlp + slices) * hidden, down, mask),
             *self._attention_in_order(together),
@@ -215,9 +215,7 @@ class LayerPeak(MlpPeak):
             return [("its MLP", of_mlp, rows + beside, matrices, down, mask), ("its end", hidden, at_end * stream, 0, end, mask)]
         if self.overlap and self.turn.layers > 1 and local.sends_uncapped and local.config.precision.eight_bit:
             of_mlp, rows = narrow_experts.in_sent_rows(local, again)
-            # `backward` adds the zeros
-            slots, zeros = local.written_in_place
-            attention_of_turn = narrow_experts.of_sent_turns(local, self.turn.layers) - self.turn.layers * (2 * slots + zeros)
+            attention_of_turn = narrow_experts.of_sent_turns(local, self.turn.layers)
             return [("its MLP", of_mlp, rows + attention_of_turn, 0, 0, mask), ("its end", hidden, at_end * stream, 0, end, mask)]
         return []
 

@@ -223,19 +223,10 @@ class LocalSizes:
         return self.slots * self.model.embed_dim * self.compute_itemsize
 
     @cached_property
-    def written_in_place(self) -> tuple[int, int]:
-        """Bytes of the zeros that all_to_all without a capacity writes into (models/moe/exchange.py): slots of tokens that come, and rows
-        of results that come back; 0 with any other exchange."""
-        moe, experts = self.model.moe, self.config.compute.experts
-        if experts.capacity_factor is not None or exchange_method(moe, experts, {"expert": self.expert}) != "all_to_all":
-            return 0, 0
-        assert moe is not None
-        return self.expert * self.cut_stream_bytes, min(moe.experts_per_token, self.expert) * self.cut_stream_bytes
-
-    @property
     def sends_uncapped(self) -> bool:
         """Whether tokens go to their experts by all_to_all without a capacity."""
-        return self.written_in_place != (0, 0)
+        experts = self.config.compute.experts
+        return experts.capacity_factor is None and exchange_method(self.model.moe, experts, {"expert": self.expert}) == "all_to_all"
 
     @cached_property
     def busy_rows(self) -> int:

@@ -90,15 +90,14 @@ def in_sent_rows(local: LocalSizes, again: Recomputed) -> tuple[int, int]:
 
 
 def of_sent_turns(local: LocalSizes, layers: int) -> int:
-    """Return what is live of the attention of so many layers, which is computed again at once, and of the zeros for their exchanges.
+    """Return what is live of the attention of so many layers, which is computed again at once.
 
     Queries, keys, values, the result and attention's update; the input of the MLP's norm in float32; in float8 the inputs of both matmuls
-    and attention's result. Each layer fills two arrays of slots and one of rows.
+    and attention's result.
     """
-    slots, rows = local.written_in_place
     attention = local.query_bytes + 2 * local.key_bytes + local.context_bytes + eight_bits.one_byte(local, local.context_bytes)
     streams = local.stream_bytes + 4 // local.compute_itemsize * local.stream_bytes + 2 * eight_bits.one_byte(local, local.stream_bytes)
-    return layers * (attention + streams + 2 * slots + rows)
+    return layers * (attention + streams)
 
 
 def operands_in_turn(local: LocalSizes) -> int:

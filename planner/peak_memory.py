@@ -17,7 +17,6 @@ from ridgeline.planner.activations import (
     attention_workspace,
     offloads_inputs,
     relaid_bytes,
-    ring_zeros,
     saved_arrays,
 )
 from ridgeline.planner.after_layers import AfterLayers
@@ -171,11 +170,10 @@ class StepMemory(InLoss, AfterLayers, FirstExperts):
             next_layer = self.gathered_layer()
         where, hidden, streams, copies, waiting, workspace = self.peak_in_layer(together, at_end, in_mlp, next_layer, at_start=at_start)
         copies += self.turn.kept_parameters()
-        workspace = max(workspace, ring_zeros(local, at_start=at_start))
         waiting += self.turn.gradients_left_over()
         # the block's input comes from host memory into a buffer of its own
         streams += local.cut_stream_bytes * offloads_inputs(local) + self.outside.activations
-        hidden += self.turn.slices_of_kept(self.saved.bytes) + self.turn.zeroed_slots(at_start=at_start)
+        hidden += self.turn.slices_of_kept(self.saved.bytes)
         reducing = self.turn.trained_weights * local.gradient_itemsize if late and self.reduced else 0
         if reducing and (self.reduces_in_turn or self.scatters_scaled):
             reducing = 2 * reducing // self.sharded.fsdp  # the sums over fsdp, and together as they are summed over the other axes

@@ -112,9 +112,9 @@ def saves_first(model: ModelConfig, compute: ComputeConfig, *, tensor: int, pipe
     """Return whether the backward pass of the loop over layers begins when all that it saved is there (models/backward_order.py).
 
     So it is over `tensor` devices, and for layers with experts that keep gate or up on the device: without it stacks of what they saved are
-    copied, of gate and up both at once (Mixtral, fsdp=8 x tensor=4, fp8_delayed, `none`: 63.2 GB without, 52.6 with it; Qwen3 30B, tensor=4,
-    names of attention: 64.6 and 58.2). Layers with experts of several kinds that compute inputs of MLP down again follow each other instead
-    (`in_order`). Not in stages, which save the values of other microbatches in between; parameters would be saved with them
+    copied, of gate and up both at once (Mixtral, fsdp=8 x tensor=4, fp8_delayed, `none`: 63.2 GB without, 52.6 with it; Qwen3 30B over
+    tensor=4, names of attention: 64.6 and 58.2). Layers with experts of several kinds that compute inputs of MLP down again follow each
+    other instead (`in_order`). Not in stages, which save the values of other microbatches in between; parameters would be saved with them
     (trainer/pipeline.py).
     """
     remat = compute.remat

@@ -249,31 +249,14 @@ class Turn:
         others = 0 if self.left_over else self.local.model.layer_period - 3
         return max(0, others) * offloaded_bytes(self.local) // self.local.model.num_layers
 
-    def zeroed_slots(self, *, at_start: bool) -> int:
-        """Return the size of the zeros for exchanges by all_to_all without a capacity that are not used yet.
-
-        A layer's backward pass fills two arrays of slots and one of rows. With one microbatch XLA writes the zeros of the turn outside of
-        the loop at the start of the step, for each exchange its own, and a turn of several layers has one more in the loop over layers. In
-        a loop of microbatches one array is kept to copy from, and such a turn begins with all of its copies, an ordered layer in the
-        loop with its own (heaps of gpt-oss and Llama 4 Scout).
-
-        at_start: in the layers before the loop.
+    def gathered_tokens(self) -> int:
+        """Return the size of the tokens that are sent by all_to_all without a capacity and then gathered over tensor, where gate and up are
+        kept: nothing waits for gradients, and those of all layers of a turn are there when its weight gradients are computed (heaps of
+        Llama 4 Scout with attention-only).
         """
-        moe, (slots, rows) = self.local.model.moe, self.local.written_in_place
-        if moe is None or not self.overlap:
-            return 0
-        distinct, of_turn = slots + (rows if rows != slots else 0), self.zeros_of_turn
-        if self.in_loop:
-            own = 2 * slots + rows if self.in_order and not at_start else 0
-            return distinct + (of_turn if self.layers > 1 else own)
-        return of_turn + (distinct if self.layers > 1 or self.in_order else 0)
-
-    @property
-    def zeros_of_turn(self) -> int:
-        """Bytes of the zeros of the exchanges of a turn's backward pass (`zeroed_slots`)."""
-        moe, (slots, rows) = self.local.model.moe, self.local.written_in_place
-        layers = self.local.model.layer_period if self.in_order else self.layers
-        return 0 if moe is None else layers // moe.every * (2 * slots + rows)
+        local = self.local
+        kept = self.layers > 1 and not self.recomputes and local.sends_uncapped and local.tensor > 1
+        return self.layers * local.slot_bytes if kept else 0
 
     def padded_gradients(self) -> int:
         """Return the size of the gradients of gate and up that are copied to rows of whole tiles, for the gradients of experts' biases."""

@@ -20,6 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ridgeline.models.attention.interface import AttentionRequest
 from ridgeline.models.attention.masks import sink_gradient, soft_cap, visible, zero_padding
+from ridgeline.models.backward_order import with_zeros
 
 LOWEST = -1e30
 """Initial running maximum: finite, so that a row without keys so far gives exp(-inf - LOWEST) = 0 and never NaN."""
@@ -162,18 +163,6 @@ def _forward(
 
     out, lse = scan_blocks(plan.blocks, lambda carry, i: (carry, one_query_block(i)), None, zeros)[1]
     return _join(out), _join(lse)
-
-
-def with_zeros(arrays: tuple[jax.Array, ...], like: Any) -> tuple[tuple[jax.Array, ...], Any]:
-    """Return the arrays, and zeros of the given shapes and dtypes that XLA writes when the arrays are computed.
-
-    XLA makes one operation of equal zeros: it wrote those of all layers that are not in the loop over layers before the first of them, and
-    kept them until the last had run.
-    """
-    dtypes = sorted({jnp.dtype(each.dtype) for each in jax.tree.leaves(like)}, key=str)
-    arrays, zeros = jax.lax.optimization_barrier((arrays, [jnp.zeros((), dtype) for dtype in dtypes]))
-    of = dict(zip(dtypes, zeros, strict=True))
-    return arrays, jax.tree.map(lambda each: jnp.broadcast_to(of[jnp.dtype(each.dtype)], each.shape), like)
 
 
 def scan_blocks(count: int, run: Callable[[Any, jax.Array], tuple[Any, Any]], carry: Any, zeros: Any) -> tuple[Any, Any]:

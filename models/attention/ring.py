@@ -23,9 +23,10 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from ridgeline.hlo.module import trips_scope
-from ridgeline.models.attention.chunked import scan_blocks, with_zeros
+from ridgeline.models.attention.chunked import scan_blocks
 from ridgeline.models.attention.masks import sink_gradient
 from ridgeline.models.attention.pallas import key_ranges, query_ranges
+from ridgeline.models.backward_order import with_zeros
 
 LOWEST = -1e30
 """Log-sum-exp of a query without keys so far: finite, so that its weight is 0 and never NaN."""
@@ -129,7 +130,8 @@ def _attend_forward(
     sinks_N: jax.Array | None,
 ) -> tuple[jax.Array, Any]:
     spans = partial(_spans, row, keys_BT2, queries_BT2)
-    queries = _halves(q)
+    # what comes out of the barrier is used: of a barrier XLA drops results without use, and their operands
+    queries, zeros = with_zeros(_halves(q), tuple(jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in _halves(q)))
 
     def attend(step: jax.Array | int, kv: tuple[jax.Array, jax.Array], found: tuple[Partial, Partial]) -> tuple[Partial, Partial]:
         results = list(found)
@@ -144,7 +146,7 @@ def _attend_forward(
         return _shifted(kv), attend(step, kv, found)  # the transfer does not depend on the matmuls, and runs at the same time
 
     lowest: jax.Array | float = LOWEST if sinks_N is None else sinks_N
-    nothing = tuple((jnp.zeros(x.shape, jnp.float32), jnp.full(x.shape[:3], lowest, jnp.float32)) for x in queries)
+    nothing = tuple((zero, jnp.full(x.shape[:3], lowest, jnp.float32)) for zero, x in zip(zeros, queries, strict=True))
     last = jax.lax.axis_size(AXIS) - 1
     kv, found = jax.lax.fori_loop(0, last, one_step, ((k, v), nothing))
     found = attend(last, kv, found)
@@ -159,6 +161,7 @@ def _attend_backward(
     q, k, v, keys_BT2, queries_BT2, sinks_N, out, lse = residuals
     k, v = jax.lax.optimization_barrier((k, v))  # else XLA keeps a hop of the forward pass for this one, with its memory
     spans = partial(_spans, row, keys_BT2, queries_BT2)
+    dout, zeros = with_zeros(dout, [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (q, k, v)])
     delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     # A query without keys has lse = LOWEST; infinity makes its weights exactly 0.
     lse = jnp.where(lse <= LOWEST / 2, jnp.inf, lse)
@@ -180,7 +183,6 @@ def _attend_backward(
         dq, gradients = add(step, dq, (*kv, *gradients))
         return dq, ahead, _shifted(gradients)
 
-    zeros = [jnp.zeros(x.shape, jnp.float32) for x in (q, k, v)]
     last = jax.lax.axis_size(AXIS) - 1
     dq, kv, gradients = jax.lax.fori_loop(0, last, one_step, (zeros[0], (k, v), (zeros[1], zeros[2])))
     dq, gradients = add(last, dq, (*kv, *gradients))

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.extend.core import Literal, jaxprs_in_params
 
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.model_schema import ModelConfig
@@ -507,6 +508,32 @@ def test_kernels_of_the_ring_agree_with_the_reference(interpreted, context, wind
         np.testing.assert_allclose(got, want[:, order], rtol=2e-5, atol=2e-5, err_msg=name)
     if sinks:
         np.testing.assert_allclose(results[4], pullback(cotangent)[3], rtol=2e-5, atol=2e-5)
+
+
+def zeros_in(jaxpr, shape):
+    """How often a program, or one that it calls, writes float32 zeros of a shape that depend on nothing."""
+    found = 0
+    for equation in jaxpr.eqns:
+        out = equation.outvars[0].aval
+        constant = equation.primitive.name == "broadcast_in_dim" and isinstance(equation.invars[0], Literal)
+        found += constant and out.shape == shape and out.dtype == jnp.float32
+        found += sum(zeros_in(inner, shape) for inner in jaxprs_in_params(equation.params))
+    return found
+
+
+def test_the_ring_writes_zeros_when_queries_and_gradients_are_there(interpreted) -> None:
+    """XLA would write those of all layers at once, outside of the loop over layers."""
+    context, length, (rows, heads, kv_heads, width) = 4, 40, (2, 4, 2, 8)
+    partitioner = Partitioner(build_mesh(MeshConfig(fsdp=1, context=context), jax.devices()[:context]), zigzag=True)
+    dims = {"vocab_size": 64, "num_layers": 1, "embed_dim": 32, "num_heads": heads, "num_kv_heads": kv_heads, "mlp_dim": 32}
+    attention = dispatch.SelfAttention.resolve(
+        ModelConfig(**dims), AttentionConfig(backend="pallas"), "cpu", jnp.dtype("bfloat16"), partitioner
+    )
+    shapes = [jax.ShapeDtypeStruct((rows, length, n, width), jnp.bfloat16) for n in (heads, kv_heads, kv_heads)]
+    program = jax.make_jaxpr(jax.grad(lambda q, k, v: jnp.sum(attention(q, k, v, None).astype(jnp.float32)), (0, 1, 2)))(*shapes)
+    own = length // context
+    for shape in ((rows, own // 2, heads, width), (rows, own, heads, width), (rows, own, kv_heads, width)):
+        assert zeros_in(program.jaxpr, shape) == 0, shape
 
 
 @pytest.mark.parametrize(("context", "window"), drawn([(2, None), (2, 9), (4, None), (4, 11)], 1))

@@ -357,6 +357,72 @@ def test_the_ragged_exchange_brings_each_token_once_to_each_device_of_its_expert
     np.testing.assert_array_equal(copies_PSJ.sum(2), name_PS * goes_PSP.sum(2))
 
 
+def documented_exchange(
+    x: jax.Array, out: jax.Array, start_P: jax.Array, sent_P: jax.Array, to_P: jax.Array, received_P: jax.Array, *, axis_name: str
+) -> jax.Array:
+    """As the documentation of jax.lax.ragged_all_to_all."""
+    x_PN, start_PP, sent_PP, to_PP = (jax.lax.all_gather(each, axis_name) for each in (x, start_P, sent_P, to_P))
+    me, row_M = jax.lax.axis_index(axis_name), jnp.arange(out.shape[0])
+    for source in range(received_P.shape[0]):
+        offset_M = row_M - to_PP[source, me]
+        moved = x_PN[source].at[start_PP[source, me] + offset_M].get(mode="clip")
+        out = jnp.where(((offset_M >= 0) & (offset_M < sent_PP[source, me]))[:, None], moved, out)
+    return out
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_ragged_exchange_has_the_values_and_gradients_of_the_padded_one(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    monkeypatch.setattr(jax.lax, "ragged_all_to_all", documented_exchange)
+    devices, tokens, experts, per_token, rng = 4, 6, 8, 1 + seed, np.random.default_rng(seed)
+    partitioner, spec = Partitioner(build_mesh(MeshConfig(expert=devices), jax.devices()[:devices])), jax.sharding.PartitionSpec("expert")
+    chosen = jnp.asarray([rng.permutation(experts)[:per_token] for _ in range(devices * tokens)])
+    x, factors = (jnp.asarray(rng.normal(size=(rows, 5)), jnp.float32) for rows in (devices * tokens, devices * devices * tokens))
+
+    def run(ragged: bool) -> Any:
+        exchange = Exchange(partitioner, "all_to_all", experts, per_token, None, ragged=ragged)
+
+        def local(x_SD: jax.Array, expert_SK: jax.Array, factor_GD: jax.Array) -> jax.Array:
+            route = exchange.route(expert_SK)
+            return exchange.combine(jnp.sin(exchange.dispatch(x_SD, route)) * factor_GD, route)
+
+        shards = jax.shard_map(local, mesh=partitioner.mesh, in_specs=spec, out_specs=spec, check_vma=False)
+        return jax.jit(jax.value_and_grad(lambda x: jnp.sum(jnp.cos(shards(x, chosen, factors)))))(x)
+
+    jax.tree.map(lambda found, wanted: np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6), run(True), run(False))
+
+
+def made_of(jaxpr: Any, primitive: str, operand: int) -> list[list[str]]:
+    """The primitives that an operand of each such equation comes from, by the first of their own operands; also within calls."""
+    made, found = {out: equation for equation in jaxpr.eqns for out in equation.outvars}, []
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == primitive:
+            chain, at = [], equation.invars[operand]
+            while (source := made.get(at) if not hasattr(at, "val") else None) is not None and source.invars:
+                chain.append(source.primitive.name)
+                at = source.invars[0]
+            found.append(chain)
+        for inner in jaxprs_in_params(equation.params):
+            found += made_of(inner, primitive, operand)
+    return found
+
+
+def test_the_ragged_exchange_writes_zeros_when_its_tokens_are_there() -> None:
+    """XLA would write those of all exchanges of a turn at once."""
+    devices, tokens, experts = 4, 6, 8
+    partitioner, spec = Partitioner(build_mesh(MeshConfig(expert=devices), jax.devices()[:devices])), jax.sharding.PartitionSpec("expert")
+    exchange = Exchange(partitioner, "all_to_all", experts, 2, None, ragged=True)
+
+    def local(x_SD: jax.Array, expert_SK: jax.Array) -> jax.Array:
+        route = exchange.route(expert_SK)
+        return exchange.combine(jnp.sin(exchange.dispatch(x_SD, route)), route)
+
+    shards = jax.shard_map(local, mesh=partitioner.mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    x, chosen = jnp.ones((devices * tokens, 5)), jnp.zeros((devices * tokens, 2), jnp.int32)
+    program = jax.make_jaxpr(jax.grad(lambda x: jnp.sum(jnp.cos(shards(x, chosen)))))(x)
+    zeros = made_of(program.jaxpr, "ragged_all_to_all", 1)
+    assert len(zeros) == 4 and all(chain[:2] == ["broadcast_in_dim", "optimization_barrier"] for chain in zeros), zeros
+
+
 def test_losses_of_the_router_are_1_at_balance_and_largest_where_all_tokens_choose_the_same() -> None:
     partitioner, experts = Partitioner.single(), 4
     even = jnp.tile(jnp.arange(experts), (ROWS, LENGTH // experts))[..., None]
