@@ -58,10 +58,12 @@ def _in_experts(live: LiveBuffers, weights: int, ahead: int, mask: int) -> list[
     """Return the points in experts with 16-bit matmuls.
 
     When the gradients of the rows by gate and by up are there, and are summed into slots, with the inputs of the rows and the gradients of
-    their results; hidden activations whose width is padded are there once more, also those that are computed again. When the gradients of
-    the biases of gate and up are computed, from these gradients in whole tiles of rows, with the matrices of gate and up. And where values
-    within blocks come from host memory and weight gradients are not tied: copies hide the gathers for the next turn, and the weight
-    gradients of the layer before are computed only now.
+    their results; hidden activations whose width is padded are there once more, also those that are computed again. Where values within
+    blocks come from host memory, their copies hide the gathers for the next turn, whose weights are there too, and with constants in place
+    of measured times values of the next layer (heaps of gpt-oss over expert=4 on H100s and expert=8 on A100s).
+    When the gradients of the biases of gate and up are computed, from these gradients in whole tiles of rows, with the matrices of gate and
+    up. Where tokens are gathered for experts with a capacity, before their rows are there (`_before_rows`). And where values come from host
+    memory and weight gradients are not tied: the weight gradients of the layer before are computed only now.
 
     weights: gathered ones of later layers; `ahead`: at the end of a turn.
     """
@@ -72,14 +74,29 @@ def _in_experts(live: LiveBuffers, weights: int, ahead: int, mask: int) -> list[
     streams = 2 * expert_layers.attention(local) + (6 if shared else 3) * local.stream_bytes + 5 * local.cut_stream_bytes
     streams -= 4 * local.tokens * local.model.embed_dim // local.tensor  # `backward` adds one stream in float32
     summed = max(local.slot_bytes or local.stream_bytes, matrix)
-    found = [("its MLP", hidden + 4 * local.row_bytes + summed, streams, weights, pending, mask)]
+    fetches = expert_layers.fetches_within_layers(local)
+    early = 0 if live.program.measured_matmuls else expert_layers.fetched_early(local)
+    found = [("its MLP", hidden + early + 4 * local.row_bytes + summed, streams, ahead if fetches else weights, pending, mask)]
+    if expert_layers.capped(local) and local.expert > 1 and not expert_layers.sends_capped(local):
+        found.append(("its MLP", _before_rows(local), streams, weights, pending, mask))
     if padded := live.turn.padded_gradients():
         in_tiles = (gates + 1) * local.hidden_bytes + padded + 2 * local.row_bytes + local.stream_bytes
         found.append(("its MLP", in_tiles, streams, weights + gates * matrix, pending, mask))
-    if expert_layers.fetches_within_layers(local) and not local.ties_weight_gradients:
+    if fetches and not local.ties_weight_gradients:
         operands = 2 * (gates + 1) * local.hidden_bytes + 5 * local.row_bytes
         found.append(("its MLP", operands, streams, ahead, pending * gates // (gates + 1), mask))
     return found
+
+
+def _before_rows(local: LocalSizes) -> int:
+    """Return what is live in a layer that gathers tokens for experts with a capacity, when the gradients of its results have been gathered
+    and are selected for the experts' rows.
+
+    The tokens and these gradients of the whole group, over tensor each gathered over expert first; in the rows of the experts what is
+    selected, and gate and up. It is most where a group has many more tokens than its experts take (heap of Scout, tensor=4 x expert=16).
+    """
+    gathered = 2 * (local.slot_bytes + (local.slot_bytes // local.tensor if local.tensor > 1 else 0))
+    return gathered + local.row_bytes + _gates(local) * local.hidden_bytes
 
 
 def _in_narrow_experts(live: LiveBuffers, weights: int, mask: int) -> list[Point]:

@@ -204,7 +204,8 @@ class Turn:
         local = self.local
         if self.layers == 1 or self.recomputes:
             return 0
-        gates = (2 if local.model.gated_mlp else 1) * local.hidden_bytes if local.saves_first else 0
+        hidden = sum(layers * kind.hidden_bytes for layers, kind in local.kinds) // local.model.num_layers
+        gates = (2 if local.model.gated_mlp else 1) * hidden if local.saves_first else 0
         return self.layers * (saved_bytes // local.model.num_layers - gates)
 
     def of_offload_in_loss(self, one_chunk: bool, backend: str) -> int:

@@ -247,6 +247,14 @@ def test_all_to_all_without_a_capacity_has_a_slot_for_each_token_of_all_devices(
     assert not any(each.sends_uncapped for each in others)
 
 
+def test_kept_gates_of_experts_in_every_second_layer_are_those_of_all_layers():
+    """Dense layers between have wider gates than experts on few tokens, or narrower ones; no component is less than nothing."""
+    settings = ("data.seq_len=2048", "data.batch_size=32", "compute.remat.policy=none", "mesh.fsdp=2", "mesh.expert=8")
+    made = load("models/llama-4-maverick-17b-128e", settings).config
+    sizes = dict.fromkeys(MESH_AXES, 1) | {"fsdp": 2, "expert": 8}
+    assert all(size >= 0 for size in memory_per_device(made, sizes).bytes_by_component().values())
+
+
 @pytest.mark.parametrize("mesh", [{"fsdp": 4}, {"fsdp": 4, "tensor": 8}, {"fsdp": 2, "expert": 16}], ids=str)
 def test_the_planned_rows_of_experts_are_those_of_the_kernel(mesh):
     """The buffer's, and those that are multiplied: tokens and half a block of padding per expert."""
