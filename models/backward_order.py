@@ -80,7 +80,8 @@ def with_zeros(arrays: Any, like: Any) -> tuple[Any, Any]:
     """Return the arrays, and zeros of the given shapes and dtypes that XLA writes when the arrays are computed.
 
     XLA makes one operation of equal zeros: it wrote those of all layers that are not in the loop over layers before the first of them, and
-    kept them until the last had run.
+    kept them until the last had run. The arrays that are returned have to be used: XLA drops what is unused of a barrier, and the zeros
+    would wait for nothing.
     """
     dtypes = sorted({jnp.dtype(each.dtype) for each in jax.tree.leaves(like)}, key=str)
     arrays, zeros = jax.lax.optimization_barrier((arrays, [jnp.zeros((), dtype) for dtype in dtypes]))

@@ -34,7 +34,7 @@ class AfterLayers(LiveBuffers):
         unembedding, operands = self.unembedding_gradient().bytes, 0
         if self.delays_experts and not local.ties_weight_gradients and self.reduces_table_early and not self.reduces_in_turn:
             # the embedding's gradient is computed before those of the last layer's experts, from what is left of their operands (heap of
-            # Qwen3 30B with 2,048 tokens per device)
+            # Qwen3 30B with 2,048 tokens per device; not where layers reduce their gradients: heap of Mixtral over context)
             of_embedding, unembedding, operands = True, self.reduced_early().bytes, 2 * (local.row_bytes + local.hidden_bytes)
             together = 2
         return {

@@ -255,9 +255,9 @@ class Turn:
         kept: nothing waits for gradients, and those of all layers of a turn are there when its weight gradients are computed (heaps of
         Llama 4 Scout with attention-only).
         """
-        local = self.local
+        local, moe = self.local, self.local.model.moe
         kept = self.layers > 1 and not self.recomputes and local.sends_uncapped and local.tensor > 1
-        return self.layers * local.slot_bytes if kept else 0
+        return self.layers // moe.every * local.slot_bytes if moe is not None and kept else 0
 
     def padded_gradients(self) -> int:
         """Return the size of the gradients of gate and up that are copied to rows of whole tiles, for the gradients of experts' biases."""

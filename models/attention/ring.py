@@ -130,8 +130,8 @@ def _attend_forward(
     sinks_N: jax.Array | None,
 ) -> tuple[jax.Array, Any]:
     spans = partial(_spans, row, keys_BT2, queries_BT2)
-    # what comes out of the barrier is used: of a barrier XLA drops results without use, and their operands
-    queries, zeros = with_zeros(_halves(q), tuple(jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in _halves(q)))
+    halves = _halves(q)
+    queries, zeros = with_zeros(halves, [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in halves])
 
     def attend(step: jax.Array | int, kv: tuple[jax.Array, jax.Array], found: tuple[Partial, Partial]) -> tuple[Partial, Partial]:
         results = list(found)

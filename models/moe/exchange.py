@@ -125,7 +125,7 @@ class Exchange:
             if self.ragged:
                 y_Nx = ragged_all_to_all((y_Gx.shape[0], sent), y_Gx, route.slots, route.rows, route.from_P, route.to_P)
             else:
-                y_Gx, y_Nx = with_zeros(y_Gx, jax.ShapeDtypeStruct((sent, *y_Gx.shape[1:]), y_Gx.dtype))
+                y_Nx = jnp.zeros((sent, *y_Gx.shape[1:]), y_Gx.dtype)
                 y_Nx = padded_ragged_all_to_all(y_Gx, y_Nx, route.slots, route.rows, y_Gx.shape[0] // self.groups)
         else:
             y_Nx = jax.lax.all_to_all(y_Gx, AXIS, 0, 0, tiled=True)

@@ -521,6 +521,17 @@ def zeros_in(jaxpr, shape):
     return found
 
 
+def unused_of_barriers(jaxpr):
+    """How many results of barriers a program, or one that it calls, does not use: XLA drops them, and what they wait for."""
+    found, used = 0, {each for equation in jaxpr.eqns for each in equation.invars if not isinstance(each, Literal)}
+    used |= {each for each in jaxpr.outvars if not isinstance(each, Literal)}
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "optimization_barrier":
+            found += sum(out not in used for out in equation.outvars)
+        found += sum(unused_of_barriers(inner) for inner in jaxprs_in_params(equation.params))
+    return found
+
+
 def test_the_ring_writes_zeros_when_queries_and_gradients_are_there(interpreted) -> None:
     """XLA would write those of all layers at once, outside of the loop over layers."""
     context, length, (rows, heads, kv_heads, width) = 4, 40, (2, 4, 2, 8)
@@ -534,6 +545,7 @@ def test_the_ring_writes_zeros_when_queries_and_gradients_are_there(interpreted)
     own = length // context
     for shape in ((rows, own // 2, heads, width), (rows, own, heads, width), (rows, own, kv_heads, width)):
         assert zeros_in(program.jaxpr, shape) == 0, shape
+    assert unused_of_barriers(program.jaxpr) == 0
 
 
 @pytest.mark.parametrize(("context", "window"), drawn([(2, None), (2, 9), (4, None), (4, 11)], 1))

@@ -421,6 +421,8 @@ def test_the_ragged_exchange_writes_zeros_when_its_tokens_are_there() -> None:
     program = jax.make_jaxpr(jax.grad(lambda x: jnp.sum(jnp.cos(shards(x, chosen)))))(x)
     zeros = made_of(program.jaxpr, "ragged_all_to_all", 1)
     assert len(zeros) == 4 and all(chain[:2] == ["broadcast_in_dim", "optimization_barrier"] for chain in zeros), zeros
+    sent = made_of(program.jaxpr, "ragged_all_to_all", 0)
+    assert all(chain[0] == "optimization_barrier" for chain in sent), "XLA drops what is unused of a barrier, and what it waits for"
 
 
 def test_losses_of_the_router_are_1_at_balance_and_largest_where_all_tokens_choose_the_same() -> None:

@@ -248,7 +248,7 @@ def test_all_to_all_without_a_capacity_has_a_slot_for_each_token_of_all_devices(
 
 
 def test_kept_gates_of_experts_in_every_second_layer_are_those_of_all_layers():
-    """Dense layers between have wider gates than experts on few tokens, or narrower ones; no component is less than nothing."""
+    """Gates of dense layers and of experts have different sizes; no component of the plan is below zero."""
     settings = ("data.seq_len=2048", "data.batch_size=32", "compute.remat.policy=none", "mesh.fsdp=2", "mesh.expert=8")
     made = load("models/llama-4-maverick-17b-128e", settings).config
     sizes = dict.fromkeys(MESH_AXES, 1) | {"fsdp": 2, "expert": 8}
