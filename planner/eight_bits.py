@@ -252,6 +252,28 @@ def in_experts(local: LocalSizes, again: Recomputed) -> tuple[tuple[int, int], t
     return (at_gradient, beside), (hidden + gates * one_byte(local, hidden), in_rows + beside)
 
 
+def alone(local: LocalSizes) -> bool:
+    """Return whether such layers exchange no tokens, are not over tensor, and have weight gradients of experts within their layer."""
+    return of_experts(local) and local.ties_weight_gradients and local.expert * local.tensor * local.context * local.data == 1
+
+
+def computes_down_first(local: LocalSizes) -> bool:
+    """Return whether the weight gradient of down comes before the gradients of the rows by gate and by up: where no tokens are exchanged,
+    and what it is computed from is more than twice as large (heaps of Qwen3 30B)."""
+    operands = local.hidden_bytes + one_byte(local, local.row_bytes)
+    return alone(local) and operands > 2 * local.mlp_matrix * local.gradient_itemsize
+
+
+def of_attention_before(local: LocalSizes, *, waits: bool) -> int:
+    """Return the size of what the weight gradients of the attention of the layer before are computed from, in layers before the loop.
+
+    In float8 queries, their gradients, attention's result and the streams; where the layer waits for its gradient also queries before their
+    norm and the input of the MLP's norm, in float32 (else these are counted with what is computed again early).
+    """
+    wide = local.query_bytes + 4 // local.compute_itemsize * local.stream_bytes
+    return one_byte(local, 3 * local.query_bytes + 2 * local.stream_bytes) + (wide if waits else 0)
+
+
 def rounds_rows(local: LocalSizes) -> bool:
     """Return whether a kernel of its own rounds results of experts in float32 before they are summed for the tokens.
 

@@ -26,13 +26,13 @@ class ExpertsPeak(LiveBuffers):
     def experts_late(self) -> bool:
         """Whether weight gradients of experts come when the gradients of their rows are summed, in the loop over layers too.
 
-        So it is where kernels are counted with constants (planner/expert_layers.py), the experts wait for their gradient, or nothing does
-        and they have no capacity (heaps of Mixtral, Qwen3 30B and 235B over tensor: names of attention, attention-only, dots, none, and
-        values in host memory).
+        So it is where kernels are counted with constants (planner/expert_layers.py), the experts wait for their gradient, or nothing or the
+        whole block does and they have no capacity (heaps of Mixtral, Qwen3 30B and 235B over tensor: names of attention, of gate and up,
+        attention-only, dots, none, and values in host memory).
         """
         local = self.local
-        nothing = waiting(local.config, local.tensor, local.expert) == "nothing" and not expert_layers.capped(local)
-        waits = self.experts_wait or nothing
+        others = waiting(local.config, local.tensor, local.expert) != "mlp" and not expert_layers.capped(local)
+        waits = self.experts_wait or others
         late = waits and expert_layers.over_tensor(local) and not local.config.precision.eight_bit
         return self.overlap and (late or expert_layers.late_over_tensor(local, self.program))
 
@@ -241,7 +241,7 @@ class ExpertsPeak(LiveBuffers):
         latent = local.latent_bytes and local.ties_weight_gradients and not local.config.precision.eight_bit
         if self.computes_before_sum and not self.experts_late:
             again = {"gate", "up"} <= recomputed(local.model, local.config.compute.remat).weights
-            hidden, rows, computed = (1, 3, 2) if local.tensor == 1 else (2, 3, 1) if again else (3, 4, 0)
+            hidden, rows, computed = (1, 3, 2) if local.tensor == 1 else (2, 3, 1) if again or local.latent_bytes else (3, 4, 0)
         elif local.tensor == 1:
             hidden, rows, computed = 3, 4, 0
         elif latent:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ridgeline.configs.remat import POLICIES
-from ridgeline.planner import expert_layers, narrow_experts
+from ridgeline.planner import eight_bits, expert_layers, narrow_experts
 from ridgeline.planner.activations import Component, offloads_inputs
 from ridgeline.planner.layer_peak import SLOTS_IN_FLIGHT, STREAMS_IN_FLIGHT, LayerPeak
 from ridgeline.planner.live_buffers import DELAYED
@@ -76,9 +76,13 @@ class FirstExperts(LayerPeak):
         layer = local.gathered_trained_weights * local.gradient_itemsize
         before = layer * min(self._layers_not_reduced, local.model.moe_layers - 1)
         pending = max(collectives.bytes, layer + before) if alike and local.latent_bytes else collectives.bytes + before
+        operands = 0
+        if eight_bits.alone(local):  # no stacks of gradients yet
+            point = point | {"gradients": Component(self.early_table(), "none yet: those of the first layers wait")}
+            operands = eight_bits.of_attention_before(local, waits=self.waits)
         return point | {
             "working_activations": Component(
-                working.bytes + (self.next_recomputed if alike else self.pending_attention),
+                working.bytes + operands + (self.next_recomputed if alike else self.pending_attention),
                 f"{working.assumption}; attention of the next layers",
             ),
             "collective_buffers": Component(pending, f"{collectives.assumption}, and those of the layer before"),
@@ -120,6 +124,7 @@ class FirstExperts(LayerPeak):
         early = latent or narrow or fetches or self.groups_rows or again
         gathered, streams = self.gathered_layer() + self.outside.weights, 5 if latent else 3
         together = min(DELAYED + 1, local.model.moe_layers) if self.reduces_together else before + 1
+        together -= self.groups_rows and not self.turn.recomputes
         # weight gradients of attention that is computed again wait, too
         waits_too = self.reduces_together and waiting(local.config, local.tensor, local.expert) == "block"
         of_attentions = together * (expert_layers.attention(local) + 3 * local.stream_bytes) if waits_too else 0

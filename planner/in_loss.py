@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ridgeline.planner import block_scaled, narrow_experts
+from ridgeline.planner import block_scaled, narrow_experts, ordered_experts
 from ridgeline.planner.activations import NODE_DEVICES, Component, mask_bytes, offloaded_bytes, offloads_inputs
 from ridgeline.planner.layer_peak import LayerPeak
 from ridgeline.planner.live_buffers import DELAYED
@@ -48,6 +48,8 @@ class InLoss(LayerPeak):
         # Where the backward pass waits for what was saved, beside the last chunk alone.
         turns = 0 if local.saves_first and not self.one_chunk else self.turn.in_loss
         layers = 2 * self.turn.layers if local.adapted else turns * self.turn.layers + 1
+        # Of layers in order that gather their tokens over expert, of two (heaps of gpt-oss).
+        layers += ordered_experts.applies(self) and ordered_experts.gathers_tokens(local) and policy != "offload"
         if policy == "offload" and self.turn.layers > 1 and not self.in_loop:
             layers = int(one_chunk)  # the recomputation waits for the copies from host memory
         gathered = layers * self.gathered_layer() if self.overlap and not (self.keeps_over_tensor or self.copies_to_host) else 0
@@ -86,6 +88,25 @@ class InLoss(LayerPeak):
                 f"logits of {tokens:,} tokens in float32 and their gradient, the gathered unembedding"
                 + ("" if local.adapted else " and its unsharded float32 gradient"),
             ),
+        }
+
+    def forward(self) -> dict[str, dict[str, Component]]:
+        """Return the point at the start of the forward pass of turns of several layers with experts, in a loop of microbatches.
+
+        Nothing orders these layers: the weights of the first two turns are gathered at once, and both tables. With few tokens this is most
+        (heaps of Llama 4 Scout, fsdp=128).
+        """
+        local, model = self.local, self.local.model
+        if not (self.turn.in_order and self.in_loop and self.combined and model.moe is not None and local.fsdp > 1):
+            return {}
+        weights = DELAYED * model.layer_period * self.gathered_layer() + (1 if model.tie_embeddings else 2) * local.compute_itemsize * local.table
+        return {
+            "forward pass": {
+                "accumulated_gradients": self.accumulated(),
+                "parameter_copies": Component(
+                    self.layout_copies() + weights, "transposed parameters of MLP down and attention out; gathered weights of two turns"
+                ),
+            }
         }
 
     def copies_of_gates(self) -> dict[str, dict[str, Component]]:

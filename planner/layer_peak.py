@@ -65,7 +65,7 @@ class LayerPeak(MlpPeak):
             of_experts += local.row_bytes - local.slot_bytes
             if expert_layers.recomputes_experts(local):
                 at_mlp = expert_layers.hidden_activations(local, self.program)
-            if self.computes_before_sum:
+            if self.computes_before_sum and local.expert <= 2:
                 of_experts, at_mlp = of_experts - local.row_bytes, 2
         if self.rows_hold_tokens:
             of_experts -= SLOTS_IN_FLIGHT * local.slot_bytes  # tokens of other devices are in the rows
@@ -180,26 +180,31 @@ class LayerPeak(MlpPeak):
         hidden, stream, matrices = local.hidden_bytes, local.stream_bytes, 2 * local.mlp_matrix * local.matrix_itemsize
         if self.overlap and eight_bits.of_experts(local):
             in_experts = eight_bits.in_experts(local, again)
+            in_rows, gradients = in_experts[1], 0
+            if eight_bits.computes_down_first(local):
+                in_rows = in_rows[0] - hidden, in_rows[1] - eight_bits.one_byte(local, local.row_bytes)
+                gradients = local.mlp_matrix * local.gradient_itemsize
             return [
-                *(("its MLP", *experts, matrices, 0, mask) for experts in in_experts),
+                ("its MLP", *in_experts[0], matrices, 0, mask),
+                ("its MLP", *in_rows, matrices, gradients, mask),
                 ("its attention", in_experts[1][0] + local.row_bytes, 6 * stream, 0, 0, attention),
                 ("its end", hidden, at_end * stream, 0, end, mask),
             ]
         if self.overlap and eight_bits.gathers_rows(local):
-            in_rows = eight_bits.in_gathered_rows(local, again)
+            gathered = eight_bits.in_gathered_rows(local, again)
             return [
-                *(("its MLP", *experts, matrices, down, mask) for experts in in_rows),
-                ("its attention", in_rows[1][0] + local.row_bytes, 6 * stream, 0, 0, attention),
+                *(("its MLP", *experts, matrices, down, mask) for experts in gathered),
+                ("its attention", gathered[1][0] + local.row_bytes, 6 * stream, 0, 0, attention),
                 ("its end", hidden, at_end * stream, 0, end, mask),
             ]
         if self.overlap and narrow_experts.applies(local):
-            in_rows = narrow_experts.in_rows(local, again)
-            # where the layer reduces its gradients, those of its experts are computed before the rows', and each is scaled at once
-            reduced, unscaled = (end, 0) if self.reduces_in_turn else (0, local.mlp_matrix * local.gradient_itemsize)
+            sent = narrow_experts.in_rows(local, again)
+            # Where the layer reduces its gradients each is scaled at once; where nothing is computed again, before those of the rows come.
+            reduced, unscaled = (0 if self.turn.recomputes else end, 0) if self.reduces_in_turn else (0, local.mlp_matrix * local.gradient_itemsize)
             return [
-                ("its MLP", *in_rows[0], matrices, 0, mask),
-                ("its MLP", *in_rows[1], matrices, reduced, mask),
-                ("its attention", in_rows[1][0] + local.row_bytes, 6 * stream, 0, 0, attention),
+                ("its MLP", *sent[0], matrices, 0, mask),
+                ("its MLP", *sent[1], matrices, reduced, mask),
+                ("its attention", sent[1][0] + local.row_bytes, 6 * stream, 0, 0, attention),
                 # a result of a kernel is multiplied by its scale
                 ("its end", hidden, at_end * stream, 0, end + unscaled, mask),
             ]

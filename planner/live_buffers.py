@@ -218,10 +218,11 @@ class LiveBuffers:
 
         These are the inputs and the gradients of the inputs by gate and by up. Over tensor, where hidden rows are smaller than they, those
         of two layers of a turn are live (heap of gpt-oss, tensor=8); without tokens from other devices only where the recomputation of one
-        does not wait for the gradients of the other (heap of gpt-oss, tensor=4).
+        does not wait for the gradients of the other (heap of gpt-oss, tensor=4), and not where layers reduce theirs (over context, too).
         """
         local = self.local
-        layers = min(DELAYED, self.turn.layers) if local.tensor > 1 and not (self.waits and local.expert == 1) else 1
+        one = local.expert == 1 and (self.waits or self.reduces_in_turn)
+        layers = min(DELAYED, self.turn.layers) if local.tensor > 1 and not one else 1
         return layers * EXPERT_ROWS_IN_FLIGHT * local.row_bytes
 
     def turned_gradients(self) -> int:
@@ -296,10 +297,21 @@ class LiveBuffers:
         several = self.turn.layers > 1 and self.reduces_in_turn
         ordered = self.turn.in_order and not self.local.model.tie_embeddings and self.local.model.moe is None
         sends = self.turn.layers > 1 and expert_layers.sends_over_fsdp(self.local)
-        early = self.delays_experts or several or ordered or sends or self.scatters_scaled
+        early = self.delays_experts or several or ordered or sends or self.scatters_scaled or self.reduces_in_order
         loops = self.in_loop and not (self.delays_experts and self.local.context > 1 and self.data == 1)
         ring = several and self.local.saves_first and self.local.ring
         return early and self.reduced and (ring or not loops) and self.local.model.latent_attention is None
+
+    @property
+    def reduces_in_order(self) -> bool:
+        """Whether layers with experts in order reduce their gradients, and that of the unembedding comes first.
+
+        So with `full` and one microbatch in heaps of gpt-oss over context; not where inputs of blocks come from host memory, nor over
+        tensor with all_to_all.
+        """
+        local = self.local
+        alone = not self.in_loop and local.tensor == 1 and not local.sends_uncapped and local.config.compute.remat.policy == "full"
+        return self.turn.in_order and self.reduces_in_turn and alone
 
     def reduced_early(self) -> Component:
         """Return the gradient of the unembedding that has been reduced before the loop over layers."""

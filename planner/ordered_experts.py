@@ -45,6 +45,11 @@ def points(live: LiveBuffers, mask: int, at_end: tuple[int, int], next_layer: in
     ]
 
 
+def gathers_tokens(local: LocalSizes) -> bool:
+    """Return whether these layers gather their tokens over expert alone."""
+    return local.expert > 1 and local.tensor == 1 and not local.sends_uncapped and not expert_layers.sends_capped(local)
+
+
 def _gates(local: LocalSizes) -> int:
     return 2 if local.model.gated_mlp else 1
 
@@ -62,7 +67,7 @@ def _in_experts(live: LiveBuffers, weights: int, ahead: int, mask: int) -> list[
     blocks come from host memory, their copies hide the gathers for the next turn, whose weights are there too, and with constants in place
     of measured times values of the next layer (heaps of gpt-oss over expert=4 on H100s and expert=8 on A100s).
     When the gradients of the biases of gate and up are computed, from these gradients in whole tiles of rows, with the matrices of gate and
-    up. Where tokens are gathered for experts with a capacity, before their rows are there (`_before_rows`). And where values come from host
+    up; where tokens are gathered over expert, and not over context, the weights of the next turn are there too. Where tokens are gathered for experts with a capacity, before their rows are there (`_before_rows`). And where values come from host
     memory and weight gradients are not tied: the weight gradients of the layer before are computed only now.
 
     weights: gathered ones of later layers; `ahead`: at the end of a turn.
@@ -81,7 +86,8 @@ def _in_experts(live: LiveBuffers, weights: int, ahead: int, mask: int) -> list[
         found.append(("its MLP", _before_rows(local), streams, weights, pending, mask))
     if padded := live.turn.padded_gradients():
         in_tiles = (gates + 1) * local.hidden_bytes + padded + 2 * local.row_bytes + local.stream_bytes
-        found.append(("its MLP", in_tiles, streams, weights + gates * matrix, pending, mask))
+        early_weights = ahead if gathers_tokens(local) and local.context == 1 else weights
+        found.append(("its MLP", in_tiles, streams, early_weights + gates * matrix, pending, mask))
     if fetches and not local.ties_weight_gradients:
         operands = 2 * (gates + 1) * local.hidden_bytes + 5 * local.row_bytes
         found.append(("its MLP", operands, streams, ahead, pending * gates // (gates + 1), mask))

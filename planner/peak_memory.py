@@ -35,6 +35,7 @@ class StepMemory(InLoss, AfterLayers, FirstExperts):
     def points(self) -> dict[str, Components]:
         """Return the components at each point, in the order of the step."""
         points = {
+            **self.forward(),
             **self.copies_of_gates(),
             "loss": self.loss(),
             "start of the backward pass": self.start_of_backward(),
@@ -234,8 +235,9 @@ class StepMemory(InLoss, AfterLayers, FirstExperts):
         if (remat := local.config.compute.remat).policy == "names" and "attention_out" in remat.names:
             # attention's update is read before the MLP, and is freed with those of the MLPs
             kept = Component(kept.bytes - local.model.num_layers * local.cut_stream_bytes, kept.assumption)
+        early = self.turn.layers > 1 or self.scatters_scaled or self.reduces_in_order
         return point | {
             "activations": kept,
-            "loss": self.reduced_early() if (self.turn.layers > 1 or self.scatters_scaled) and self.reduces_table_early else point["loss"],
+            "loss": self.reduced_early() if early and self.reduces_table_early else point["loss"],
             "collective_buffers": collectives,
         }
