@@ -206,6 +206,13 @@ class LocalSizes:
         matrix = self.model.moe.experts // self.expert * self.model.embed_dim * width
         return self.expert_rows * (self.model.embed_dim + width) > matrix * self.gradient_itemsize
 
+    @property
+    def weight_gradients_first(self) -> bool:
+        """Whether those of gate and up are computed before the gradients of the rows (models/moe/experts.py, _widen_backward)."""
+        moves = self.tensor > 1 or self.expert > 1
+        wide = self.model.embed_dim > self.model.expert_width // self.tensor
+        return self.ties_weight_gradients and wide and not (self.config.precision.eight_bit and moves)
+
     @cached_property
     def slots(self) -> int:
         """Tokens that the routed experts of a device may process: its own, and with mesh.expert those of other devices."""

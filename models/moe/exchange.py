@@ -77,6 +77,11 @@ class Exchange:
         """Devices whose tokens a device processes."""
         return self.groups * math.prod(self.partitioner.mesh.shape[axis] for axis in self._scattered)
 
+    @property
+    def moves_tokens(self) -> bool:
+        """Whether tokens, or their gradients, go to other devices: over expert, or gathered over tensor."""
+        return self.groups > 1 or bool(self._scattered)
+
     def route(self, expert_SK: jax.Array) -> Route:
         """Return the route of tokens to their experts; `experts` stands for a dropped assignment."""
         nothing = jnp.zeros(0, jnp.int32)
