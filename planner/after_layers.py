@@ -32,11 +32,13 @@ class AfterLayers(LiveBuffers):
         of_embedding = several and self.separate_table_gradients
         inputs = min(self.saved.bytes, local.model.num_layers * local.cut_stream_bytes)
         unembedding, operands = self.unembedding_gradient().bytes, 0
-        if self.delays_experts and not local.ties_weight_gradients and self.reduces_table_early and not self.reduces_in_turn:
+        waits = self.reduces_table_early or self.delayed_logits
+        if self.delays_experts and not local.ties_weight_gradients and waits and not self.reduces_in_turn:
             # the embedding's gradient is computed before those of the last layer's experts, from what is left of their operands (heap of
-            # Qwen3 30B with 2,048 tokens per device; not where layers reduce their gradients: heap of Mixtral over context)
-            of_embedding, unembedding, operands = True, self.reduced_early().bytes, 2 * (local.row_bytes + local.hidden_bytes)
-            together = 2
+            # Qwen3 30B with 2,048 tokens per device; not where layers reduce their gradients: heap of Mixtral over context); so is that of
+            # the unembedding, where it waits for it (heap of Qwen3 235B with 1,024 tokens)
+            unembedding = 4 * local.table if self.delayed_logits else self.reduced_early().bytes
+            of_embedding, operands, together = True, 2 * (local.row_bytes + local.hidden_bytes), 2
         return {
             "activations": Component(inputs, "inputs of the blocks; activations of the MLPs are freed"),
             "gradients": Component(self.layer_gradients * self.stack_itemsize, "of the layers, sharded as the parameters"),

@@ -14,6 +14,9 @@ from ridgeline.planner.recompute import recomputed, waiting
 MUCH_PER_TOKEN = 256_000
 """Gathered bytes of a layer's weights per token of a device from which its attention does not cover the gathers of the next layer."""
 
+OF_LATENT = 6
+"""Streams beside the experts of a layer with latent attention over tensor (heaps of DeepSeek V2 Lite)."""
+
 Point = tuple[str, int, int, int, int, int]
 """Where it is, and there: hidden activations, streams, gathered weights, gradients before their reduction, and attention's workspace."""
 
@@ -119,7 +122,7 @@ class ExpertsPeak(LiveBuffers):
         if self.recomputes_at_once:
             return 3 * attention + 7 * local.stream_bytes + local.slot_bytes + expert_layers.fetched_early(local)
         if nothing:
-            return 2 * attention + expert_layers.fetched_early(local)
+            return 2 * attention + (0 if self.gradients_before_rows else expert_layers.fetched_early(local))
         measured = expert_layers.capped(local) and self.program.measured_matmuls and not self.in_loop
         return attention + 2 * local.stream_bytes if local.tensor > 1 and (measured or local.latent_bytes) else 0
 
@@ -160,6 +163,8 @@ class ExpertsPeak(LiveBuffers):
             return []
         if self.turn.layers > 1:
             return self._in_turn(mask) if self.tied_turns else []
+        if self.gradients_before_rows:
+            return self._after_weight_gradients(matrices, mask)
         points = self._rows_by_gate_and_up(matrices, streams, mask)
         if self.activates_in_place:
             # before that kernel: gate, up, and the gradient of the input of down, whose matrix has just been read
@@ -223,6 +228,35 @@ class ExpertsPeak(LiveBuffers):
         pending = 2 * local.stream_bytes + attention + local.query_bytes + 2 * local.key_bytes + shared + of_down
         again = (3 if nothing else 1) * local.stream_bytes + attention if turn.recomputes and not local.sends_uncapped else 0
         return turn.layers * (pending + again)
+
+    @property
+    def gradients_before_rows(self) -> bool:
+        """Whether layers, one in a turn, compute the weight gradients of gate and up before the gradients of the rows."""
+        return self.overlap and self.turn.layers == 1 and not self.turn.in_order and self.local.weight_gradients_first
+
+    def _after_weight_gradients(self, matrices: int, mask: int) -> list[Point]:
+        """Return the points in the experts of such a layer.
+
+        First one kernel reads gate, up and the gradient of the input of down and writes their gradients and that input in their place; counted
+        with constants one is written to a place of its own, of experts with a capacity all, and where gate or up comes from host memory it
+        keeps its place, as that of the next layer. The rows have their inputs and the gradients of their results. Then the weight gradients of gate and
+        up are there, and the gradients of the rows by both: of the hidden activations the input of down, and one of the gradients, or the
+        sum in slots; the weight gradient of down comes later, beside the exchange.
+        """
+        local, gates = self.local, 2 if self.local.model.gated_mlp else 1
+        beside = expert_layers.beside_experts(local, self.program)
+        if local.latent_bytes and local.tensor > 1:
+            beside = max(beside, OF_LATENT * local.stream_bytes)
+        computed = gates * local.mlp_matrix * local.gradient_itemsize
+        routed = local.expert_rows * local.model.expert_width // local.tensor * local.compute_itemsize
+        hidden = routed + (local.padded_hidden_bytes - local.hidden_bytes if local.pads_hidden else 0)
+        beside += 2 * (local.hidden_bytes - routed)  # of shared experts
+        apart = 0 if self.program.measured_matmuls else gates + 1 if expert_layers.capped(local) else 1
+        if expert_layers.fetches_within_layers(local):
+            apart = 2 if expert_layers.fetched_early(local) else 1
+        in_kernel = (gates + 1 + apart) * hidden + 2 * local.row_bytes
+        summed = 3 * local.row_bytes + hidden + max(hidden, local.slot_bytes or local.stream_bytes)
+        return [("its MLP", in_kernel, beside, matrices, 0, mask), ("its MLP", summed, beside, matrices, computed, mask)]
 
     def _rows_by_gate_and_up(self, matrices: int, streams: int, mask: int) -> list[Point]:
         """Return the point in the experts of a layer where the gradients of their rows by gate and by up are summed into slots.

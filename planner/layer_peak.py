@@ -65,7 +65,7 @@ class LayerPeak(MlpPeak):
             of_experts += local.row_bytes - local.slot_bytes
             if expert_layers.recomputes_experts(local):
                 at_mlp = expert_layers.hidden_activations(local, self.program)
-            if self.computes_before_sum and local.expert <= 2:
+            if self.computes_before_sum:
                 of_experts, at_mlp = of_experts - local.row_bytes, 2
         if self.rows_hold_tokens:
             of_experts -= SLOTS_IN_FLIGHT * local.slot_bytes  # tokens of other devices are in the rows
@@ -76,7 +76,7 @@ class LayerPeak(MlpPeak):
             down += (self.turn.trained_weights - local.gathered_trained_weights) * local.gradient_itemsize
         sizes = at_end, waiting + more, down, mask, attention
         if ordered_experts.applies(self):
-            ordered = ordered_experts.points(self, mask, (at_end * stream, waiting + more), next_layer)
+            ordered = ordered_experts.points(self, mask, (at_end * stream, waiting + more), next_layer, at_start=at_start)
             return max(ordered, key=lambda point: sum(point[1:]))
         if ordered_dense.applies(self):
             ordered = ordered_dense.points(self, mask, 2 * local.mlp_matrix * local.matrix_itemsize, attention, at_start=at_start)
@@ -199,8 +199,8 @@ class LayerPeak(MlpPeak):
             ]
         if self.overlap and narrow_experts.applies(local):
             sent = narrow_experts.in_rows(local, again)
-            # Where the layer reduces its gradients each is scaled at once; where nothing is computed again, before those of the rows come.
-            reduced, unscaled = (0 if self.turn.recomputes else end, 0) if self.reduces_in_turn else (0, local.mlp_matrix * local.gradient_itemsize)
+            # Where the layer reduces its gradients each is scaled at once; where gate and up are kept, before those of the rows come.
+            reduced, unscaled = (0 if expert_layers.recomputes_experts(local) else end, 0) if self.reduces_in_turn else (0, local.mlp_matrix * local.gradient_itemsize)
             return [
                 ("its MLP", *sent[0], matrices, 0, mask),
                 ("its MLP", *sent[1], matrices, reduced, mask),

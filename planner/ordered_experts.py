@@ -25,7 +25,7 @@ def applies(live: LiveBuffers) -> bool:
     return live.turn.in_order and local.model.moe is not None and (precision.matmul == "compute" or precision.eight_bit)
 
 
-def points(live: LiveBuffers, mask: int, at_end: tuple[int, int], next_layer: int) -> list[Point]:
+def points(live: LiveBuffers, mask: int, at_end: tuple[int, int], next_layer: int, *, at_start: bool) -> list[Point]:
     """Return the points of a layer.
 
     In its experts (`_in_experts`, `_in_narrow_experts`), and at its end, where its weight gradients and those of the layer before are being
@@ -40,7 +40,7 @@ def points(live: LiveBuffers, mask: int, at_end: tuple[int, int], next_layer: in
     layers = AHEAD if local.tensor > 1 else max(AHEAD, local.model.layer_period - 1)
     ahead, waiting = layers * live.gathered_layer() - next_layer, at_end[1] + _gradients(live)
     return [
-        *(_in_narrow_experts(live, weights, mask) if narrow else _in_experts(live, weights, ahead, mask)),
+        *(_in_narrow_experts(live, weights, mask) if narrow else _in_experts(live, weights, ahead, mask, at_start=at_start)),
         ("its end", local.hidden_bytes, at_end[0], ahead, waiting, mask),
     ]
 
@@ -59,7 +59,7 @@ def _gradients(live: LiveBuffers) -> int:
     return (_gates(live.local) + 1) * live.local.mlp_matrix * live.local.gradient_itemsize if live.reduced else 0
 
 
-def _in_experts(live: LiveBuffers, weights: int, ahead: int, mask: int) -> list[Point]:
+def _in_experts(live: LiveBuffers, weights: int, ahead: int, mask: int, *, at_start: bool) -> list[Point]:
     """Return the points in experts with 16-bit matmuls.
 
     When the gradients of the rows by gate and by up are there, and are summed into slots, with the inputs of the rows and the gradients of
@@ -67,7 +67,7 @@ def _in_experts(live: LiveBuffers, weights: int, ahead: int, mask: int) -> list[
     blocks come from host memory, their copies hide the gathers for the next turn, whose weights are there too, and with constants in place
     of measured times values of the next layer (heaps of gpt-oss over expert=4 on H100s and expert=8 on A100s).
     When the gradients of the biases of gate and up are computed, from these gradients in whole tiles of rows, with the matrices of gate and
-    up; where tokens are gathered over expert, and not over context, the weights of the next turn are there too. Where tokens are gathered for experts with a capacity, before their rows are there (`_before_rows`). And where values come from host
+    up; in the loop, where tokens are gathered over expert and not over context, the weights of the next turn are there too. Where tokens are gathered for experts with a capacity, before their rows are there (`_before_rows`). And where values come from host
     memory and weight gradients are not tied: the weight gradients of the layer before are computed only now.
 
     weights: gathered ones of later layers; `ahead`: at the end of a turn.
@@ -81,12 +81,19 @@ def _in_experts(live: LiveBuffers, weights: int, ahead: int, mask: int) -> list[
     summed = max(local.slot_bytes or local.stream_bytes, matrix)
     fetches = expert_layers.fetches_within_layers(local)
     early = 0 if live.program.measured_matmuls else expert_layers.fetched_early(local)
-    found = [("its MLP", hidden + early + 4 * local.row_bytes + summed, streams, ahead if fetches else weights, pending, mask)]
+    at_sum, computed = hidden + 4 * local.row_bytes + summed, 0
+    if local.weight_gradients_first:  # as of alike layers (experts_peak.py)
+        one, slots = local.hidden_bytes, local.slot_bytes or local.stream_bytes
+        of_sum = 3 * local.padded_hidden_bytes if local.pads_hidden else one + max(one, slots)
+        at_sum = max(hidden + 2 * local.row_bytes, of_sum + 3 * local.row_bytes)
+        computed = gates * local.mlp_matrix * local.gradient_itemsize
+    found = [("its MLP", at_sum + early, streams, ahead if fetches else weights, pending + computed, mask)]
     if expert_layers.capped(local) and local.expert > 1 and not expert_layers.sends_capped(local):
         found.append(("its MLP", _before_rows(local), streams, weights, pending, mask))
     if padded := live.turn.padded_gradients():
-        in_tiles = (gates + 1) * local.hidden_bytes + padded + 2 * local.row_bytes + local.stream_bytes
-        early_weights = ahead if gathers_tokens(local) and local.context == 1 else weights
+        hidden = (2 * gates if local.weight_gradients_first else gates + 1) * local.hidden_bytes
+        in_tiles = hidden + padded + 2 * local.row_bytes + local.stream_bytes
+        early_weights = ahead if gathers_tokens(local) and local.context == 1 and not at_start else weights
         found.append(("its MLP", in_tiles, streams, early_weights + gates * matrix, pending, mask))
     if fetches and not local.ties_weight_gradients:
         operands = 2 * (gates + 1) * local.hidden_bytes + 5 * local.row_bytes

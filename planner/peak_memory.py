@@ -76,7 +76,8 @@ class StepMemory(InLoss, AfterLayers, FirstExperts):
     def start_of_backward(self) -> Components:
         """Return what is live in the backward pass of the last layer, which comes first, while XLA copies a stack that it kept.
 
-        Where the layers of a turn wait for each other's gradients, the unembedding's is reduced while the first of them is recomputed; the
+        Where the layers of a turn wait for each other's gradients, the unembedding's is reduced while the first of them is recomputed, as it
+        is where layers with few tokens for their experts reduce their gradients (heaps of Qwen3 30B over context); the
         gathered tokens of a layer's experts and the gathered input of its attention are live for longer.
         """
         local = self.local
@@ -98,7 +99,7 @@ class StepMemory(InLoss, AfterLayers, FirstExperts):
                     "transposed parameters of attention out; gathered weights of one layer",
                 ),
             }
-        turn_waits |= self.turn.layers > 1 and local.saves_first and local.ring
+        turn_waits |= (self.turn.layers > 1 and local.saves_first and local.ring) or (self.delays_experts and not local.ties_weight_gradients)
         return start | ({"loss": self.reduced_early()} if turn_waits and self.reduces_in_turn and self.reduces_table_early else {})
 
     def next_input(self) -> int:
