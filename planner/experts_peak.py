@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ridgeline.planner import expert_layers
 from ridgeline.planner.live_buffers import LiveBuffers
-from ridgeline.planner.recompute import recomputed, waiting
+from ridgeline.planner.recompute import waiting
 
 MUCH_PER_TOKEN = 256_000
 """Gathered bytes of a layer's weights per token of a device from which its attention does not cover the gathers of the next layer."""
@@ -121,8 +121,11 @@ class ExpertsPeak(LiveBuffers):
             return local.slot_bytes if nothing and local.tensor > 1 else 0
         if self.recomputes_at_once:
             return 3 * attention + 7 * local.stream_bytes + local.slot_bytes + expert_layers.fetched_early(local)
+        if nothing and self.gradients_before_rows:  # values of the next layers come later; without an exchange their attention too
+            later = expert_layers.fetches_within_layers(local) and local.expert * local.tensor == 1
+            return 0 if later else 2 * attention
         if nothing:
-            return 2 * attention + (0 if self.gradients_before_rows else expert_layers.fetched_early(local))
+            return 2 * attention + expert_layers.fetched_early(local)
         measured = expert_layers.capped(local) and self.program.measured_matmuls and not self.in_loop
         return attention + 2 * local.stream_bytes if local.tensor > 1 and (measured or local.latent_bytes) else 0
 
@@ -237,11 +240,12 @@ class ExpertsPeak(LiveBuffers):
     def _after_weight_gradients(self, matrices: int, mask: int) -> list[Point]:
         """Return the points in the experts of such a layer.
 
-        First one kernel reads gate, up and the gradient of the input of down and writes their gradients and that input in their place; counted
-        with constants one is written to a place of its own, of experts with a capacity all, and where gate or up comes from host memory it
-        keeps its place, as that of the next layer. The rows have their inputs and the gradients of their results. Then the weight gradients of gate and
-        up are there, and the gradients of the rows by both: of the hidden activations the input of down, and one of the gradients, or the
-        sum in slots; the weight gradient of down comes later, beside the exchange.
+        First one kernel reads gate, up and the gradient of the input of down and writes their gradients and that input in their place.
+        Counted with constants one is written to a place of its own, of experts with a capacity whose tokens are exchanged all; where gate
+        or up comes from host memory it keeps its place, as that of the next layer does. The rows have their inputs and the gradients of
+        their results. Then the weight gradients of gate and up are there, and the gradients of the rows by both: of the hidden activations
+        the input of down, and one of the gradients, or the sum in slots. The weight gradient of down comes later, beside the exchange.
+        (Heaps of Qwen3 30B and 235B, DeepSeek V2 Lite and V3, and of Mixtral over tensor=4 and 8.)
         """
         local, gates = self.local, 2 if self.local.model.gated_mlp else 1
         beside = expert_layers.beside_experts(local, self.program)
@@ -251,7 +255,9 @@ class ExpertsPeak(LiveBuffers):
         routed = local.expert_rows * local.model.expert_width // local.tensor * local.compute_itemsize
         hidden = routed + (local.padded_hidden_bytes - local.hidden_bytes if local.pads_hidden else 0)
         beside += 2 * (local.hidden_bytes - routed)  # of shared experts
-        apart = 0 if self.program.measured_matmuls else gates + 1 if expert_layers.capped(local) else 1
+        capped = expert_layers.capped(local)
+        known = self.program.measured_matmuls or (capped and local.expert == 1)
+        apart = 0 if known else gates + 1 if capped else 1
         if expert_layers.fetches_within_layers(local):
             apart = 2 if expert_layers.fetched_early(local) else 1
         in_kernel = (gates + 1 + apart) * hidden + 2 * local.row_bytes
@@ -262,27 +268,14 @@ class ExpertsPeak(LiveBuffers):
         """Return the point in the experts of a layer where the gradients of their rows by gate and by up are summed into slots.
 
         Beside them are the inputs and the gradients of the results, and of the hidden activations the gradients of gate and up and the
-        input of down; those in whole tiles, where their width is padded, are there with gate and up. It is the peak where rows are wider
-        than hidden activations. With a capacity weight gradients have been computed: those of down and of one of gate and up, over tensor
-        that of down where gate and up are computed again, else none. Over tensor without a capacity, but with latent attention, and with
-        all_to_all it is another point. (Heaps of DeepSeek V2 Lite, Mixtral and Qwen3 30B, also over data and context.)
+        input of down. Where rows are wider and weight gradients within their layer these come first (`_after_weight_gradients`); over
+        tensor and with all_to_all it is another point. (Heaps of Mixtral and Qwen3 30B with few tokens.)
 
         matrices: gathered weights. streams: residual streams in the MLP; `backward` adds one in float32.
         """
         local = self.local
-        if local.sends_uncapped or (expert_layers.sends_capped(local) and not local.latent_bytes):
+        if local.sends_uncapped or expert_layers.sends_capped(local) or local.tensor > 1:
             return []
-        latent = local.latent_bytes and local.ties_weight_gradients and not local.config.precision.eight_bit
-        if self.computes_before_sum and not self.experts_late:
-            again = {"gate", "up"} <= recomputed(local.model, local.config.compute.remat).weights
-            hidden, rows, computed = (1, 3, 2) if local.tensor == 1 else (2, 3, 1) if again or local.latent_bytes else (3, 4, 0)
-        elif local.tensor == 1:
-            hidden, rows, computed = 3, 4, 0
-        elif latent:
-            hidden = max(3 * local.hidden_bytes, 4 * local.padded_hidden_bytes * local.pads_hidden)
-            return [("its MLP", hidden + 4 * local.row_bytes + local.slot_bytes, streams * local.stream_bytes, matrices, 0, mask)]
-        else:
-            return []
-        others = streams * local.stream_bytes - 4 * local.tokens * local.model.embed_dim // local.tensor
-        in_rows = hidden * local.hidden_bytes + rows * local.row_bytes + local.slot_bytes
-        return [("its MLP", in_rows, others, matrices, computed * local.mlp_matrix * local.gradient_itemsize, mask)]
+        others = streams * local.stream_bytes - 4 * local.tokens * local.model.embed_dim
+        in_rows = 3 * local.hidden_bytes + 4 * local.row_bytes + local.slot_bytes
+        return [("its MLP", in_rows, others, matrices, 0, mask)]

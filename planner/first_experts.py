@@ -119,9 +119,9 @@ class FirstExperts(LayerPeak):
         eight_bit = local.config.precision.eight_bit
         unscaled = local.mlp_matrix * local.gradient_itemsize if eight_bit and not self.reduces_in_turn else 0
         # Latent attention of the next layer, or one with values in host memory, needs its weights while the gradients of this one wait; and
-        # XLA has no times for grouped matmuls, by which they would cover that gather. What is computed again waits for these weights too.
-        fetches, again = expert_layers.fetches_within_layers(local), self.turn.recomputes and self.plain_experts
-        early = latent or narrow or fetches or self.groups_rows or again
+        # XLA has no times for grouped matmuls, by which they would cover that gather. With a capacity they are there as early (Mixtral).
+        fetches = expert_layers.fetches_within_layers(local)
+        early = latent or narrow or fetches or self.plain_experts
         gathered, streams = self.gathered_layer() + self.outside.weights, 5 if latent else 3
         together = min(DELAYED + 1, local.model.moe_layers) if self.reduces_together else before + 1
         together -= self.groups_rows and not self.turn.recomputes

@@ -93,13 +93,14 @@ class InLoss(LayerPeak):
     def forward(self) -> dict[str, dict[str, Component]]:
         """Return the point at the start of the forward pass of turns of several layers with experts, in a loop of microbatches.
 
-        Nothing orders these layers: the weights of the first two turns are gathered at once, and both tables. With few tokens this is most
-        (heaps of Llama 4 Scout, fsdp=128).
+        The forward pass of a turn has no order of its own: the weights of two turns are gathered at once, and both tables. With few tokens
+        this is most (heap of Llama 4 Scout, fsdp=128).
         """
         local, model = self.local, self.local.model
         if not (self.turn.in_order and self.in_loop and self.combined and model.moe is not None and local.fsdp > 1):
             return {}
-        weights = DELAYED * model.layer_period * self.gathered_layer() + (1 if model.tie_embeddings else 2) * local.compute_itemsize * local.table
+        tables = (1 if model.tie_embeddings else 2) * local.compute_itemsize * local.table
+        weights = 2 * model.layer_period * self.gathered_layer() + tables
         return {
             "forward pass": {
                 "accumulated_gradients": self.accumulated(),

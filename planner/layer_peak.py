@@ -200,7 +200,8 @@ class LayerPeak(MlpPeak):
         if self.overlap and narrow_experts.applies(local):
             sent = narrow_experts.in_rows(local, again)
             # Where the layer reduces its gradients each is scaled at once; where gate and up are kept, before those of the rows come.
-            reduced, unscaled = (0 if expert_layers.recomputes_experts(local) else end, 0) if self.reduces_in_turn else (0, local.mlp_matrix * local.gradient_itemsize)
+            unscaled = 0 if self.reduces_in_turn else local.mlp_matrix * local.gradient_itemsize
+            reduced = end if self.reduces_in_turn and not expert_layers.recomputes_experts(local) else 0
             return [
                 ("its MLP", *sent[0], matrices, 0, mask),
                 ("its MLP", *sent[1], matrices, reduced, mask),

@@ -269,7 +269,7 @@ class LiveBuffers:
         reduced_first = local.config.compute.reduces_unembedding_first or local.adapted
         summed = local.context > 1 or (self.data > 1 and not local.config.mesh.zero_stage)
         delays = self.overlap and self.one_chunk and not reduced_first and local.gradient_itemsize == 4
-        # where turns of layers with experts reduce their gradients, that of the last router takes it too (heaps of gpt-oss and Scout over context)
+        # where turns of layers with experts reduce theirs, that of the last router takes it too (heaps of gpt-oss and Scout over context)
         late = not summed or ((self.turn.layers > 1 or self.turn.in_order) and self.reduces_in_turn)
         delays = delays and (late if self.in_loop else local.model.moe is None)
         return size if delays and size < 4 * local.table else 0

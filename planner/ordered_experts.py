@@ -63,12 +63,14 @@ def _in_experts(live: LiveBuffers, weights: int, ahead: int, mask: int, *, at_st
     """Return the points in experts with 16-bit matmuls.
 
     When the gradients of the rows by gate and by up are there, and are summed into slots, with the inputs of the rows and the gradients of
-    their results; hidden activations whose width is padded are there once more, also those that are computed again. Where values within
+    their results (where the weight gradients of gate and up come first, as of alike layers: `ExpertsPeak._after_weight_gradients`); hidden
+    activations whose width is padded are there once more, also those that are computed again. Where values within
     blocks come from host memory, their copies hide the gathers for the next turn, whose weights are there too, and with constants in place
     of measured times values of the next layer (heaps of gpt-oss over expert=4 on H100s and expert=8 on A100s).
     When the gradients of the biases of gate and up are computed, from these gradients in whole tiles of rows, with the matrices of gate and
-    up; in the loop, where tokens are gathered over expert and not over context, the weights of the next turn are there too. Where tokens are gathered for experts with a capacity, before their rows are there (`_before_rows`). And where values come from host
-    memory and weight gradients are not tied: the weight gradients of the layer before are computed only now.
+    up; in the loop, where tokens are gathered over expert and not over context, the weights of the next turn are there too. Where tokens
+    are gathered for experts with a capacity, before their rows are there (`_before_rows`). And where values come from host memory and
+    weight gradients are not tied: the weight gradients of the layer before are computed only now.
 
     weights: gathered ones of later layers; `ahead`: at the end of a turn.
     """

@@ -76,9 +76,9 @@ class StepMemory(InLoss, AfterLayers, FirstExperts):
     def start_of_backward(self) -> Components:
         """Return what is live in the backward pass of the last layer, which comes first, while XLA copies a stack that it kept.
 
-        Where the layers of a turn wait for each other's gradients, the unembedding's is reduced while the first of them is recomputed, as it
-        is where layers with few tokens for their experts reduce their gradients (heaps of Qwen3 30B over context); the
-        gathered tokens of a layer's experts and the gathered input of its attention are live for longer.
+        Where the layers of a turn wait for each other's gradients, the unembedding's is reduced while the first of them is recomputed; the
+        gathered tokens of a layer's experts and the gathered input of its attention are live for longer. It is reduced as early where
+        layers with few tokens for their experts reduce their gradients (heaps of Qwen3 30B over context).
         """
         local = self.local
         if self.turn.in_order:
@@ -99,8 +99,9 @@ class StepMemory(InLoss, AfterLayers, FirstExperts):
                     "transposed parameters of attention out; gathered weights of one layer",
                 ),
             }
-        turn_waits |= (self.turn.layers > 1 and local.saves_first and local.ring) or (self.delays_experts and not local.ties_weight_gradients)
-        return start | ({"loss": self.reduced_early()} if turn_waits and self.reduces_in_turn and self.reduces_table_early else {})
+        early = turn_waits or (self.turn.layers > 1 and local.saves_first and local.ring)
+        early |= self.delays_experts and not local.ties_weight_gradients
+        return start | ({"loss": self.reduced_early()} if early and self.reduces_in_turn and self.reduces_table_early else {})
 
     def next_input(self) -> int:
         """Return the bytes of the next layer's input of attention, gathered over tensor, and its shard.
@@ -230,7 +231,8 @@ class StepMemory(InLoss, AfterLayers, FirstExperts):
         if self.turn.in_order and local.model.moe is None and local.config.compute.remat.policy in ("full", "offload"):
             kept = Component(self.turn.last_stacks(self.saved.bytes), "inputs of the blocks of the layers of a turn that are left")
         collectives = point["collective_buffers"]
-        if offloads_inputs(local) and self.reduced and self.turn.layers == 1 and not ordered_experts.applies(self):
+        alike = self.turn.layers == 1 and not ordered_experts.applies(self) and not self.reduces_in_turn
+        if offloads_inputs(local) and self.reduced and alike:
             before = local.gathered_trained_weights * local.gradient_itemsize
             collectives = Component(collectives.bytes + before, f"{collectives.assumption}, and those of the layer before")
         if (remat := local.config.compute.remat).policy == "names" and "attention_out" in remat.names:

@@ -303,7 +303,8 @@ def test_weight_gradients_of_experts_are_computed_with_the_gradient_of_their_lay
     program = jax.make_jaxpr(jax.grad(lambda state: jnp.sum(nnx.merge(structure, state)(x_BTD, lambda x: x))))(state)
     found = [shapes for shapes in barriers(program.jaxpr) if (width, experts, hidden) in shapes]
     assert sorted(shapes.count((width, experts, hidden)) for shapes in found) == ([1, 2] if seed % 2 else [])
-    waiting = [[shape for shape in shapes if shape != (width, experts, hidden)] for shapes in found if shapes.count((width, experts, hidden)) == 2]
+    both = [shapes for shapes in found if shapes.count((width, experts, hidden)) == 2]
+    waiting = [[shape for shape in shapes if shape != (width, experts, hidden)] for shapes in both]
     rows = ROWS * LENGTH * per_token
     assert waiting == ([[(rows, hidden)] * 2 if width > hidden else [x_BTD.shape]] if seed % 2 else [])
     assert [shapes.count((experts, hidden)) for shapes in barriers(program.jaxpr) if (experts, hidden) in shapes] == [2]
