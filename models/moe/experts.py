@@ -328,8 +328,8 @@ def _widen_backward(experts: Experts, residuals: Any, dhidden: Matrices) -> tupl
         x_RD = experts._operand_rows(x_BTD, plan, fp8.VALUES)
         exact_RD, operands = _exact(x_RD), tuple(experts._operand(dh_RF, fp8.GRADIENTS) for dh_RF in dhidden)
         unreduced = tuple(outer(kernel, x_RD, dh_RF, plan.load_E, dtype) for dh_RF in operands if not experts.matmul.frozen)
-        # Where rows are wider than hidden activations, before the gradients of the rows: their inputs are free then (Qwen3 30B, expert=8,
-        # full: 40.8 GB without, 31.1 with it, and the same step). In 8 bits only where no exchange of gradients would hide them (tensor=4 x
+        # Where rows are wider than hidden activations, before the gradients of the rows: their inputs are free then (Qwen3 30B, context=4 x
+        # expert=8, block inputs in host memory: 55.4 GB without, 42.7 with it, and the same step). In 8 bits only where no exchange of gradients would hide them (tensor=4 x
         # expert=2, fp8_delayed, attention-only: 1 % less memory, the step 3 % slower).
         first = x_BTD.shape[-1] > dhidden[0].shape[-1] and not (experts.matmul.float8 and experts.exchange.moves_tokens)
         if first:
