@@ -329,8 +329,8 @@ def _widen_backward(experts: Experts, residuals: Any, dhidden: Matrices) -> tupl
         exact_RD, operands = _exact(x_RD), tuple(experts._operand(dh_RF, fp8.GRADIENTS) for dh_RF in dhidden)
         unreduced = tuple(outer(kernel, x_RD, dh_RF, plan.load_E, dtype) for dh_RF in operands if not experts.matmul.frozen)
         # Where rows are wider than hidden activations, before the gradients of the rows: their inputs are free then (Qwen3 30B, context=4 x
-        # expert=8, block inputs in host memory: 55.4 GB without, 42.7 with it, and the same step). In 8 bits only where no exchange of gradients would hide them (tensor=4 x
-        # expert=2, fp8_delayed, attention-only: 1 % less memory, the step 3 % slower).
+        # expert=8, block inputs in host memory: 55.4 GB without, 42.7 with it, and the same step). In 8 bits only where no exchange of
+        # gradients would hide them (tensor=4 x expert=2, fp8_delayed, attention-only: 1 % less memory, the step 3 % slower).
         first = x_BTD.shape[-1] > dhidden[0].shape[-1] and not (experts.matmul.float8 and experts.exchange.moves_tokens)
         if first:
             operands, unreduced = tie_weight_gradients(operands, unreduced, (x_RD, operands[0]))
