@@ -252,7 +252,7 @@ def in_experts(local: LocalSizes, again: Recomputed) -> tuple[tuple[int, int], t
     return (at_gradient, beside), (hidden + gates * one_byte(local, hidden), in_rows + beside)
 
 
-def alone(local: LocalSizes) -> bool:
+def exchanges_nothing(local: LocalSizes) -> bool:
     """Return whether such layers exchange no tokens, are not over tensor, and have weight gradients of experts within their layer."""
     return of_experts(local) and local.ties_weight_gradients and local.expert * local.tensor * local.context * local.data == 1
 
@@ -261,7 +261,7 @@ def computes_down_first(local: LocalSizes) -> bool:
     """Return whether the weight gradient of down comes before the gradients of the rows by gate and by up: where no tokens are exchanged,
     and what it is computed from is more than twice as large (heaps of Qwen3 30B)."""
     operands = local.hidden_bytes + one_byte(local, local.row_bytes)
-    return alone(local) and operands > 2 * local.mlp_matrix * local.gradient_itemsize
+    return exchanges_nothing(local) and operands > 2 * local.mlp_matrix * local.gradient_itemsize
 
 
 def of_attention_before(local: LocalSizes, *, waits: bool) -> int:

@@ -14,7 +14,7 @@ from ridgeline.planner.recompute import waiting
 MUCH_PER_TOKEN = 256_000
 """Gathered bytes of a layer's weights per token of a device from which its attention does not cover the gathers of the next layer."""
 
-OF_LATENT = 6
+LATENT_STREAMS = 6
 """Streams beside the experts of a layer with latent attention over tensor (heaps of DeepSeek V2 Lite)."""
 
 Point = tuple[str, int, int, int, int, int]
@@ -29,13 +29,13 @@ class ExpertsPeak(LiveBuffers):
     def experts_late(self) -> bool:
         """Whether weight gradients of experts come when the gradients of their rows are summed, in the loop over layers too.
 
-        So it is where kernels are counted with constants (planner/expert_layers.py), the experts wait for their gradient, or nothing or the
-        whole block does and they have no capacity (heaps of Mixtral, Qwen3 30B and 235B over tensor: names of attention, of gate and up,
-        attention-only, dots, none, and values in host memory).
+        So it is where kernels are counted with constants (planner/expert_layers.py), the experts wait for their gradient, or nothing does
+        and they have no capacity (heaps of Mixtral, Qwen3 30B and 235B over tensor: names of attention, attention-only, dots, none, and
+        values in host memory).
         """
         local = self.local
-        others = waiting(local.config, local.tensor, local.expert) != "mlp" and not expert_layers.capped(local)
-        waits = self.experts_wait or others
+        nothing = waiting(local.config, local.tensor, local.expert) == "nothing" and not expert_layers.capped(local)
+        waits = self.experts_wait or nothing
         late = waits and expert_layers.over_tensor(local) and not local.config.precision.eight_bit
         return self.overlap and (late or expert_layers.late_over_tensor(local, self.program))
 
@@ -142,12 +142,11 @@ class ExpertsPeak(LiveBuffers):
     def rows_hold_tokens(self) -> bool:
         """Whether tokens of other devices are in the rows of the experts when these are computed, and their slots are free.
 
-        So it is with a capacity where tokens are gathered (heaps of Mixtral, Qwen3 30B and 235B and DeepSeek V2 Lite), and with latent
-        attention where they are sent too (heaps of V2 Lite).
+        So it is with a capacity where tokens are gathered (heaps of Mixtral).
         """
         local = self.local
-        held = local.latent_bytes > 0 or not expert_layers.sends_capped(local)
-        return self.overlap and expert_layers.capped(local) and held and not self.experts_late
+        gathers = expert_layers.capped(local) and not expert_layers.sends_capped(local)
+        return self.overlap and gathers and not self.experts_late
 
     @property
     def _over_tensor_wait(self) -> bool:
@@ -250,7 +249,7 @@ class ExpertsPeak(LiveBuffers):
         local, gates = self.local, 2 if self.local.model.gated_mlp else 1
         beside = expert_layers.beside_experts(local, self.program)
         if local.latent_bytes and local.tensor > 1:
-            beside = max(beside, OF_LATENT * local.stream_bytes)
+            beside = max(beside, LATENT_STREAMS * local.stream_bytes)
         computed = gates * local.mlp_matrix * local.gradient_itemsize
         routed = local.expert_rows * local.model.expert_width // local.tensor * local.compute_itemsize
         hidden = routed + (local.padded_hidden_bytes - local.hidden_bytes if local.pads_hidden else 0)

@@ -77,7 +77,7 @@ class FirstExperts(LayerPeak):
         before = layer * min(self._layers_not_reduced, local.model.moe_layers - 1)
         pending = max(collectives.bytes, layer + before) if alike and local.latent_bytes else collectives.bytes + before
         operands = 0
-        if eight_bits.alone(local):  # no stacks of gradients yet
+        if eight_bits.exchanges_nothing(local):  # no stacks of gradients yet
             point = point | {"gradients": Component(self.early_table(), "none yet: those of the first layers wait")}
             operands = eight_bits.of_attention_before(local, waits=self.waits)
         return point | {

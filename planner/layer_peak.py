@@ -68,9 +68,7 @@ class LayerPeak(MlpPeak):
             if self.computes_before_sum:
                 of_experts, at_mlp = of_experts - local.row_bytes, 2
         if self.rows_hold_tokens:
-            of_experts -= SLOTS_IN_FLIGHT * local.slot_bytes  # tokens of other devices are in the rows
-            # with latent attention one kernel writes the gradients of gate and up and the input of down in place (heaps of V2 Lite)
-            at_mlp -= at_mlp > 3 and self.program.adds_bfloat16 and local.latent_bytes > 0
+            of_experts -= SLOTS_IN_FLIGHT * local.slot_bytes
         down = local.mlp_matrix * local.gradient_itemsize if self.reduced and self.combined and not local.adapted else 0
         if down and local.model.moe is not None and not self.keeps_turns:  # those of the other layers of the turn wait for its end
             down += (self.turn.trained_weights - local.gathered_trained_weights) * local.gradient_itemsize

@@ -208,7 +208,8 @@ class LocalSizes:
 
     @property
     def weight_gradients_first(self) -> bool:
-        """Whether those of gate and up are computed before the gradients of the rows (models/moe/experts.py, _widen_backward)."""
+        """Whether the weight gradients of gate and up are computed before the gradients of the experts' rows (models/moe/experts.py,
+        _widen_backward): where rows are wider than hidden activations; in 8 bits only where no tokens are exchanged."""
         moves = self.tensor > 1 or self.expert > 1
         wide = self.model.embed_dim > self.model.expert_width // self.tensor
         return self.ties_weight_gradients and wide and not (self.config.precision.eight_bit and moves)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
 from ridgeline.configs.model_schema import MoEConfig
-from ridgeline.configs.schema import Config, LossConfig, MeshConfig
+from ridgeline.configs.schema import MESH_AXES, Config, DataConfig, LossConfig, MeshConfig
 from ridgeline.models.matmul import fp8
 from ridgeline.models.moe import float8
 from ridgeline.models.moe.adapters import Pair, added, gradients, input_gradient
@@ -22,6 +23,7 @@ from ridgeline.models.moe.experts import _place, _within
 from ridgeline.models.moe.grouped_matmul import Blocks, Capacity, Ragged, choose_kernel
 from ridgeline.models.moe.router import Choice, RouterTotals, balanced_bias, choose, sums_of
 from ridgeline.planner.experts import capacity
+from ridgeline.planner.local import LocalSizes
 from ridgeline.sharding.mesh import build_mesh
 from ridgeline.sharding.partition import Partitioner
 from tests.models import tiny
@@ -412,6 +414,30 @@ def made_of(jaxpr: Any, primitive: str, operand: int) -> list[list[str]]:
         for inner in jaxprs_in_params(equation.params):
             found += made_of(inner, primitive, operand)
     return found
+
+
+@pytest.mark.parametrize("hidden", [8, 16, 24])
+@pytest.mark.parametrize("matmul", ["compute", "fp8"])
+@pytest.mark.parametrize("mesh", [{}, {"expert": 2}, {"tensor": 2}, {"fsdp": 2}], ids=str)
+def test_gradients_of_rows_wait_for_weight_gradients_where_the_plan_says(mesh: dict[str, int], matmul: str, hidden: int) -> None:
+    """Their matmuls read what comes out of the barrier: XLA drops what is unused of it."""
+    moe = {"experts": 2, "experts_per_token": 2, "expert_dim": hidden}
+    sharding = MeshConfig(**mesh)
+    config = Config(
+        model=tiny.ModelConfig(**{**tiny.BASE, "num_layers": 1, "moe": moe}),
+        precision=tiny.PrecisionConfig(matmul=matmul),
+        data=DataConfig(seq_len=LENGTH, batch_size=ROWS),
+        mesh=sharding,
+    )
+    partitioner = Partitioner.of(build_mesh(sharding, jax.devices()[: math.prod(mesh.values())]), config)
+    structure, stacked = nnx.split(tiny.build(config.model, config.compute, config.precision, partitioner).blocks.mlp)
+    state, x_BTD = jax.tree.map(lambda leaf: leaf[0], stacked), jnp.ones((ROWS, LENGTH, config.model.embed_dim), jnp.bfloat16)
+    program = jax.make_jaxpr(jax.grad(lambda state, x: jnp.sum(nnx.merge(structure, state)(x, lambda x: x).astype(jnp.float32)), (0, 1)))
+    chains = made_of(program(state, x_BTD).jaxpr, "ragged_dot_general", 0)
+    waiting = [chain for chain in chains if [name for name in chain if name != "convert_element_type"][:1] == ["optimization_barrier"]]
+    local = LocalSizes.of(config, dict.fromkeys(MESH_AXES, 1) | mesh)
+    assert local.ties_weight_gradients
+    assert len(waiting) == (2 if local.weight_gradients_first else 0), chains
 
 
 def test_the_ragged_exchange_writes_zeros_when_its_tokens_are_there() -> None:
