@@ -21,13 +21,14 @@ from typing import Literal
 from ridgeline.configs.environment import read_number, shortened
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.mesh import with_mesh
-from ridgeline.configs.schema import Config
+from ridgeline.configs.schema import MESH_AXES, Config
 from ridgeline.launch.cluster import Cluster, slurm
 from ridgeline.launch.cluster.devices import gpus_present
 from ridgeline.launch.preflight.host import memory_bytes
 from ridgeline.launch.xla_flags import name_of, split_flags, unknown_flags
 from ridgeline.planner.hardware import generation_of, hardware
 from ridgeline.planner.host_memory import offloads, pool_limit_gib
+from ridgeline.planner.local import LocalSizes
 from ridgeline.planner.overlap import POOL_SHARE, WIDEST_TENSOR
 from ridgeline.planner.parameters import count_parameters
 from ridgeline.rundir.directory import AUTOTUNE
@@ -41,6 +42,8 @@ IN_FLIGHT, IN_FLIGHT_TENSOR = 3, 2
 DETERMINISTIC_OPS = "--xla_gpu_exclude_nondeterministic_ops"
 KERNEL_CHOICES = "--xla_gpu_per_fusion_autotune_cache_dir"
 DISABLED_PASSES = ("rematerialization", "all-gather-to-collective-permute-simplifier")
+PIPELINED_REDUCTIONS = "collective-pipeliner-forward"
+"""XLA's pass that moves reductions of gradients into the next turn of the loop over layers."""
 
 
 @dataclass(frozen=True)
@@ -169,8 +172,20 @@ def _gpu(generation: str, config: Config) -> list[Setting]:
         "compute.remat decides what is rematerialized, XLA would rematerialize more than planned; the other pass puts zeros in place "
         "of what a device gathers and slices back (openxla/xla pull request 45218)"
     )
-    settings.append(Setting("--xla_disable_hlo_passes", ",".join(DISABLED_PASSES), reason))
+    disabled: tuple[str, ...] = DISABLED_PASSES
+    if _reduces_within_turn(config):
+        disabled = (*DISABLED_PASSES, PIPELINED_REDUCTIONS)
+        reason += (
+            "; gradients are reduced within their layer, whose experts compute long enough to hide it: the unreduced ones need no memory"
+        )
+    settings.append(Setting("--xla_disable_hlo_passes", ",".join(disabled), reason))
     return settings
+
+
+def _reduces_within_turn(config: Config) -> bool:
+    """Return whether gradients are reduced within their turn of the loop over layers; False before the mesh has its sizes."""
+    sizes = {axis: getattr(config.mesh, axis) for axis in MESH_AXES}
+    return min(sizes.values()) > 0 and LocalSizes.of(config, sizes).reduces_within_turn
 
 
 def _deterministic(config: Config) -> list[Setting]:

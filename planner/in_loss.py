@@ -144,16 +144,18 @@ class InLoss(LayerPeak):
         """Return the elements of the gradient buffers that are zeroed before the loss; 0 where all are zeroed after it.
 
         By XLA's own thresholds of combining, the stacks of gradients that are converted later are zeroed after it. With trained experts all
-        are (heaps of Mixtral, Qwen3 and gpt-oss, not of DeepSeek), and in ordered turns that recompute everything, or gate and up where
-        layers are left over, which write no stacks (heaps of Gemma 2 and 3 and OLMo 3). Without fsdp all are in 15 of 17 heaps, not in two
-        with mesh.zero_stage=2 over two devices of data; with full they are early over data alone, where the loss is not the peak.
+        are (heaps of Mixtral, Qwen3 and gpt-oss; of DeepSeek with `full` and `dots`, not over tensor), and in ordered turns that recompute
+        everything, or gate and up where layers are left over, which write no stacks (heaps of Gemma 2 and 3 and OLMo 3). Without fsdp all
+        are in 15 of 17 heaps, not in two with mesh.zero_stage=2 over two devices of data; with full they are early over data alone, where
+        the loss is not the peak.
         """
         local, policy = self.local, self.local.config.compute.remat.policy
         if not self.overlap:
             return (
                 local.trained if local.adapted else (2 if local.model.gated_mlp else 1) * local.mlp_matrices // (local.fsdp // local.expert)
             )
-        trains_experts = local.model.moe is not None and not local.adapted and local.model.latent_attention is None
+        latent = local.model.latent_attention is not None and (local.tensor > 1 or policy not in ("full", "dots"))
+        trains_experts = local.model.moe is not None and not local.adapted and not latent
         ordered = self.turn.in_order and not self.in_loop
         late = ordered and (policy == "full" or (policy == "names" and self.turn.left_over > 0))
         beside_copies = self.copies_to_host and self.in_loop and not self.program.adds_bfloat16

@@ -72,6 +72,7 @@ class LayerPeak(MlpPeak):
         down = local.mlp_matrix * local.gradient_itemsize if self.reduced and self.combined and not local.adapted else 0
         if down and local.model.moe is not None and not self.keeps_turns:  # those of the other layers of the turn wait for its end
             down += (self.turn.trained_weights - local.gathered_trained_weights) * local.gradient_itemsize
+        down = 0 if self.within_turn and self.turn.layers == 1 else down
         sizes = at_end, waiting + more, down, mask, attention
         if ordered_experts.applies(self):
             ordered = ordered_experts.points(self, mask, (at_end * stream, waiting + more), next_layer, at_start=at_start)
@@ -100,12 +101,13 @@ class LayerPeak(MlpPeak):
         at_mlp += self._reads_hidden_from_host
         ring = self._mlp_in_ring(at_start=at_start)
         over_tensor = [(ring[0], ring[1])] if ring else self._mlp_from_host_over_tensor(at_start=at_start)
+        own_points = over_tensor or (self.gradients_before_rows and self.within_turn)
         in_mlp = self._streams_in_mlp(streams, at_start=at_start)
         points = (
             *(("its MLP", *sizes, matrices, down, mask) for sizes in over_tensor),
             *(
                 ("its MLP", hidden_and_rows + quantized + of_experts, in_mlp, matrices, down, mask)
-                for hidden_and_rows in ([] if over_tensor else self._hidden_and_rows(at_mlp))
+                for hidden_and_rows in ([] if own_points else self._hidden_and_rows(at_mlp))
             ),
             ("its attention", min(3, early) * hidden, in_mlp if self.reads_kept_over_tensor else 6 * stream, 0, 0, attention),
             # attention may run before the gradients of the MLP's weights

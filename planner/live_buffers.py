@@ -115,9 +115,16 @@ class LiveBuffers:
         """Whether the gradients of a turn with experts are reduced before the next turn computes its own.
 
         XLA moves a reduction into the next turn of the loop where only the write into the stack of gradients follows it. Where gradients
-        are summed over data or context too, that second sum follows. Gradients of layers without experts are not reduced like this.
+        are summed over data or context too, that second sum follows; and a run with much compute per layer moves none. Gradients of layers
+        without experts are not reduced like this.
         """
-        return self.local.model.moe is not None and not self.local.adapted and self.data * self.local.context > 1
+        local = self.local
+        return local.model.moe is not None and not local.adapted and (self.data * local.context > 1 or self.within_turn)
+
+    @property
+    def within_turn(self) -> bool:
+        """Whether the gradients of layers with experts, which are summed over fsdp alone, are reduced within their turn in a run."""
+        return self.combined and self.local.reduces_within_turn
 
     @property
     def scatters_scaled(self) -> bool:

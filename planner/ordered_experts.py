@@ -70,7 +70,9 @@ def _in_experts(live: LiveBuffers, weights: int, ahead: int, mask: int, *, at_st
     When the gradients of the biases of gate and up are computed, from these gradients in whole tiles of rows, with the matrices of gate and
     up; in the loop, where tokens are gathered over expert and not over context, the weights of the next turn are there too. Where tokens
     are gathered for experts with a capacity, before their rows are there (`_before_rows`). And where values come from host memory and
-    weight gradients are not tied: the weight gradients of the layer before are computed only now.
+    weight gradients are not tied: the weight gradients of the layer before are computed only now. Where the weights multiply the experts'
+    inputs and tokens are sent without a capacity, when the kernel that reads gate, up and the gradient of the input of down has written
+    their gradients, that input and what the gradient of the weights is summed from (heaps of Scout over expert=16).
 
     weights: gathered ones of later layers; `ahead`: at the end of a turn.
     """
@@ -92,6 +94,8 @@ def _in_experts(live: LiveBuffers, weights: int, ahead: int, mask: int, *, at_st
     found = [("its MLP", at_sum + early, streams, ahead if fetches else weights, pending + computed, mask)]
     if expert_layers.capped(local) and local.expert > 1 and not expert_layers.sends_capped(local):
         found.append(("its MLP", _before_rows(local), streams, weights, pending, mask))
+    if moe is not None and moe.scale_input and local.sends_uncapped and local.tensor == 1:
+        found.append(("its MLP", (3 * gates + 1) * local.hidden_bytes + 3 * local.row_bytes, streams, weights, pending, mask))
     if padded := live.turn.padded_gradients():
         hidden = (2 * gates if local.weight_gradients_first else gates + 1) * local.hidden_bytes
         in_tiles = hidden + padded + 2 * local.row_bytes + local.stream_bytes

@@ -25,6 +25,7 @@ from ridgeline.launch.cuda_plugin import has_nvidia_hardware
 from ridgeline.launch.environment import (
     DETERMINISTIC_OPS,
     KERNEL_CHOICES,
+    PIPELINED_REDUCTIONS,
     Host,
     Setting,
     apply,
@@ -38,6 +39,7 @@ from ridgeline.launch.environment import (
 from ridgeline.launch.xla_flags import split_flags, unknown_flags
 from ridgeline.planner.hardware import generation_of
 from ridgeline.planner.host_memory import pool_limit_gib
+from ridgeline.planner.local import MUCH_COMPUTE, LocalSizes
 
 CONFIG = Config()
 WITH_CACHE = Config.model_validate({"runtime": {"compilation_cache": Path("cache")}, "compute": {"remat": {"policy": "full"}}})
@@ -142,6 +144,42 @@ def test_only_the_config_decides_what_is_rematerialized() -> None:
 
 def test_the_pass_that_puts_zeros_in_place_of_a_devices_own_shard_does_not_run() -> None:
     assert "all-gather-to-collective-permute-simplifier" in chosen("hopper")["--xla_disable_hlo_passes"].value.split(",")
+
+
+def reduces_within_turn(config: Config) -> bool:
+    return PIPELINED_REDUCTIONS in chosen("hopper", config=config)["--xla_disable_hlo_passes"].value.split(",")
+
+
+@pytest.mark.parametrize("model", ["mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v2-lite"])
+def test_gradients_are_reduced_within_their_layer_where_its_experts_compute_long_enough(model: str) -> None:
+    """XLA's other way keeps the unreduced gradients of the layers outside of the loop; with little compute it is up to 15 % faster."""
+    draw, found = random.Random(model), set()
+    for _ in range(40):
+        axes = {axis: draw.choice([1, 1, 1, 2]) for axis in ("data", "context", "tensor")} | {"fsdp": 8, "expert": draw.choice([1, 2, 8])}
+        rows = draw.choice([1, 4, 16]) * axes["data"] * axes["fsdp"] * axes["expert"]
+        mesh = [f"mesh.{axis}={size}" for axis, size in axes.items()]
+        config = load(f"models/{model}", [*mesh, f"data.batch_size={rows}", "data.seq_len=8192", "compute.remat.policy=full"]).config
+        local = LocalSizes.of(config, axes)
+        # multiply-adds of a token in a layer, from the shapes; and the bytes of its float32 gradients on a device
+        shape, moe = config.model, config.model.moe
+        assert moe is not None
+        expert = 3 * shape.embed_dim * shape.expert_width
+        dense = local.layer_weights - moe.experts * expert
+        active, weights = dense + moe.experts_per_token * expert, dense + moe.experts * expert // axes["expert"]
+        alone = axes["data"] * axes["context"] * axes["tensor"] == 1
+        enough = local.tokens * active >= MUCH_COMPUTE * 4 * weights
+        assert reduces_within_turn(config) == (alone and enough) == local.reduces_within_turn, axes
+        found.add((alone, enough))
+    assert found >= {(True, True), (True, False), (False, True)}
+
+
+def test_gradients_are_reduced_while_the_next_layer_runs_elsewhere() -> None:
+    much = ["mesh.fsdp=8", "data.batch_size=256", "data.seq_len=8192", "compute.remat.policy=full"]
+    assert reduces_within_turn(load("models/mixtral-8x7b", much).config)
+    assert not reduces_within_turn(load("models/mixtral-8x7b", [*much, "mesh.fsdp=-1"]).config), "the mesh has no sizes yet"
+    assert not reduces_within_turn(load("models/mixtral-8x7b", [*much, "mesh.pipeline=2", "trainer.accumulation=4"]).config)
+    assert not reduces_within_turn(load("models/mixtral-8x7b", [*much, "lora.rank=8"]).config), "adapters have small gradients"
+    assert not reduces_within_turn(load("models/llama-3.1-8b", much).config)
 
 
 def test_threads_follow_the_cores_of_a_process_that_shares_its_node() -> None:
