@@ -101,13 +101,12 @@ class LayerPeak(MlpPeak):
         at_mlp += self._reads_hidden_from_host
         ring = self._mlp_in_ring(at_start=at_start)
         over_tensor = [(ring[0], ring[1])] if ring else self._mlp_from_host_over_tensor(at_start=at_start)
-        own_points = over_tensor or (self.gradients_before_rows and self.within_turn)
         in_mlp = self._streams_in_mlp(streams, at_start=at_start)
         points = (
             *(("its MLP", *sizes, matrices, down, mask) for sizes in over_tensor),
             *(
                 ("its MLP", hidden_and_rows + quantized + of_experts, in_mlp, matrices, down, mask)
-                for hidden_and_rows in ([] if own_points else self._hidden_and_rows(at_mlp))
+                for hidden_and_rows in ([] if over_tensor else self._hidden_and_rows(at_mlp))
             ),
             ("its attention", min(3, early) * hidden, in_mlp if self.reads_kept_over_tensor else 6 * stream, 0, 0, attention),
             # attention may run before the gradients of the MLP's weights

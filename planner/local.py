@@ -225,7 +225,8 @@ class LocalSizes:
         for that. Twenty-one compiled steps need 0 to 22 % less memory (median 10) for 0.0 to 1.5 % of a simulated step; six with less
         compute 1 to 43 % less, for 2.7 to 15 % of a step.
         """
-        if self.model.moe is None or self.adapted or self.tensor * self.pipeline * self.data * self.context > 1:
+        others = self.tensor * self.pipeline * self.data * self.context
+        if self.model.moe is None or self.adapted or self.fsdp == 1 or others > 1:
             return False
         active = attention_matmul_parameters(self.model) + moe_matmul_parameters(self.model, active=True)
         return self.tokens * active >= MUCH_COMPUTE * self.gathered_trained_weights * self.gradient_itemsize

@@ -179,6 +179,7 @@ def test_gradients_are_reduced_while_the_next_layer_runs_elsewhere() -> None:
     assert not reduces_within_turn(load("models/mixtral-8x7b", [*much, "mesh.fsdp=-1"]).config), "the mesh has no sizes yet"
     assert not reduces_within_turn(load("models/mixtral-8x7b", [*much, "mesh.pipeline=2", "trainer.accumulation=4"]).config)
     assert not reduces_within_turn(load("models/mixtral-8x7b", [*much, "lora.rank=8"]).config), "adapters have small gradients"
+    assert not reduces_within_turn(load("models/mixtral-8x7b", [*much, "mesh.fsdp=1"]).config), "there is nothing to reduce"
     assert not reduces_within_turn(load("models/llama-3.1-8b", much).config)
 
 
