@@ -176,7 +176,8 @@ def _gpu(generation: str, config: Config) -> list[Setting]:
     if _reduces_within_turn(config):
         disabled = (*DISABLED_PASSES, PIPELINED_REDUCTIONS)
         reason += (
-            "; gradients are reduced within their layer, whose experts compute long enough to hide it: the unreduced ones need no memory"
+            "; gradients are reduced within their layer, whose experts compute long enough to hide that: XLA would keep the unreduced "
+            "gradients of several layers"
         )
     settings.append(Setting("--xla_disable_hlo_passes", ",".join(disabled), reason))
     return settings

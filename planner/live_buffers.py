@@ -119,11 +119,12 @@ class LiveBuffers:
         without experts are not reduced like this.
         """
         local = self.local
-        return local.model.moe is not None and not local.adapted and (self.data * local.context > 1 or self.within_turn)
+        return local.model.moe is not None and not local.adapted and (self.data * local.context > 1 or self.moves_no_reduction)
 
     @property
-    def within_turn(self) -> bool:
-        """Whether the gradients of layers with experts, which are summed over fsdp alone, are reduced within their turn in a run."""
+    def moves_no_reduction(self) -> bool:
+        """Whether XLA's pass that moves reductions into the next turn is disabled in a run (launch/environment.py), so that gradients are
+        reduced in their turn without a second sum."""
         return self.combined and self.local.reduces_within_turn
 
     @property

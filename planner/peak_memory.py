@@ -181,7 +181,7 @@ class StepMemory(InLoss, AfterLayers, FirstExperts):
         if reducing and (self.reduces_in_turn or self.scatters_scaled):
             reducing = 2 * reducing // self.sharded.fsdp  # the sums over fsdp, and together as they are summed over the other axes
         reducing += self.turned_gradients() if reducing and not self.scatters_scaled else 0
-        reducing = 0 if self.reduces_before_mlp or self.keeps_turns or self.turn.in_order or self.within_turn else reducing
+        reducing = 0 if self.reduces_before_mlp or self.keeps_turns or self.turn.in_order or self.moves_no_reduction else reducing
         # with fsdp they are small, and the weights of the next turn are counted, of which those of a layer are gone
         reducing += self.turn.reduced_gradients(self.sharded.fsdp) if self.reduced and local.fsdp == 1 else 0
         left_over = self.turn.left_over if late and (self.turn.layers > 1 or self.turn.in_order) else 0  # their backward pass is over
