@@ -173,20 +173,17 @@ def _gpu(generation: str, config: Config) -> list[Setting]:
         "of what a device gathers and slices back (openxla/xla pull request 45218)"
     )
     disabled: tuple[str, ...] = DISABLED_PASSES
-    if _reduces_within_turn(config):
+    if _defers_reductions(config):
         disabled = (*DISABLED_PASSES, PIPELINED_REDUCTIONS)
-        reason += (
-            "; gradients are reduced within their layer, whose experts compute long enough to hide that: XLA would keep the unreduced "
-            "gradients of several layers"
-        )
+        reason += "; gradients of layers with experts are reduced in the next layer already: XLA would take layers out of the loop for that"
     settings.append(Setting("--xla_disable_hlo_passes", ",".join(disabled), reason))
     return settings
 
 
-def _reduces_within_turn(config: Config) -> bool:
-    """Return whether gradients are reduced within their turn of the loop over layers; False before the mesh has its sizes."""
+def _defers_reductions(config: Config) -> bool:
+    """Return whether the program itself moves reductions into the next layer; False before the mesh has its sizes."""
     sizes = {axis: getattr(config.mesh, axis) for axis in MESH_AXES}
-    return min(sizes.values()) > 0 and LocalSizes.of(config, sizes).reduces_within_turn
+    return min(sizes.values()) > 0 and LocalSizes.of(config, sizes).defers_reductions
 
 
 def _deterministic(config: Config) -> list[Setting]:

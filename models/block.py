@@ -5,6 +5,8 @@ Legend: B batch, T sequence, D embed width.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
@@ -37,15 +39,24 @@ class Block(nnx.Module):
         self.partitioner, self.remat = execution.partitioner, execution.remat
 
     def __call__(
-        self, x_BTD: jax.Array, rotary: RotaryTable | None, segment_ids_BT: jax.Array | None, attend_with: AttendWith | None = None
+        self,
+        x_BTD: jax.Array,
+        rotary: RotaryTable | None,
+        segment_ids_BT: jax.Array | None,
+        attend_with: AttendWith | None = None,
+        before_mlp: Callable[[jax.Array], jax.Array] | None = None,
     ) -> jax.Array:
-        """Return the residual stream after the block; `attend_with` as in `Attention`."""
+        """Return the residual stream after the block.
+
+        attend_with: as in `Attention`; before_mlp: applied to the residual stream between attention and MLP.
+        """
         x_BTD = self._residual(x_BTD, "block_input")
         with jax.named_scope("attention"):
             update_BTD = self.attention(x_BTD, self.attention_norm or _unchanged, rotary, segment_ids_BT, attend_with)
             x_BTD += (self.attention_post_norm or _unchanged)(self._residual(update_BTD, "attention_out"))
             if self.mlp_norm is None:  # gathered as it is; XLA would cut the residual stream out of that again
                 x_BTD = self.partitioner.constrain(x_BTD, "batch", "residual_seq", "act_embed")
+        x_BTD = x_BTD if before_mlp is None else before_mlp(x_BTD)
         x_BTD, sums = self.remat.wrap_mlp(self._add_mlp)(x_BTD)
         if isinstance(self.mlp, MixtureOfExperts):
             self.mlp.set_sums(sums)

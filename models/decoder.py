@@ -21,6 +21,7 @@ from ridgeline.models.attention.layer import AttendWith
 from ridgeline.models.attention.masks import chunk_segments, soft_cap
 from ridgeline.models.backward_order import after_forward, send_gradients, wait_for_gradients
 from ridgeline.models.block import Block
+from ridgeline.models.deferred_gradients import HandOver, defer
 from ridgeline.models.family import Family
 from ridgeline.models.lora import set_dropout
 from ridgeline.models.matmul import set_amax
@@ -29,7 +30,7 @@ from ridgeline.models.moe.router import RouterSums, RouterTotals
 from ridgeline.models.mtp import PredictionModule, gradients_together, of_all_heads
 from ridgeline.models.norms import NORMS
 from ridgeline.models.parallelize import Execution
-from ridgeline.models.params import ParamFactory
+from ridgeline.models.params import ParamFactory, set_slots
 from ridgeline.models.rope import RotaryTable, rotary_table, tempered
 
 Carry = TypeVar("Carry")
@@ -208,35 +209,53 @@ class Decoder(nnx.Module):
         places = LayerPlaces.of(model, first, stacks)
         execution = self.execution.for_layers(places.count)
         structures, stacked = zip(*map(nnx.split, stacks), strict=True)
+        defers = execution.defers and places.count > 1 and model.has_experts(first)
+        deferred = defer(execution.partitioner, stacked[0]) if defers else None
+        given = stacked if deferred is None else [deferred.parameters]
         keys = None if dropout_key is None else jax.random.split(jax.random.fold_in(dropout_key, first), places.count)
-        layers = [
+        layers: list[tuple[Any, ...]] = [
             (parameters, execution.matmul.amax_of_layers(parameters), None if keys is None else keys[places.layers_of(stack)])
-            for stack, parameters in enumerate(stacked)
+            for stack, parameters in enumerate(given)
         ]
+        if deferred is not None:
+            layers = [(*layers[0], deferred.vectors, jnp.arange(places.count))]
         tables = {windowed: self.rotary(positions_BT, windowed=windowed) for windowed in sorted(set(places.windowed))}
         segments = {windowed: self.visible_segments(segment_ids_BT, x_BTD.shape[:2], windowed=windowed) for windowed in tables}
         everywhere = self._attend_everywhere(positions_BT, segment_ids_BT)
 
-        def block_of(windowed: bool, stack: int, at: int | None) -> Callable[[jax.Array, Any], tuple[jax.Array, RouterSums | None]]:
+        def block_of(windowed: bool, stack: int, at: int | None) -> Callable[[jax.Array, Any], tuple[Any, RouterSums | None]]:
             """Return the function of a layer.
 
-            Its second argument: parameters, their amax and the key of dropout; for layers in order a pair of these and the slot.
+            Its second argument: parameters, their amax and the key of dropout; for layers in order a pair of these and the slot. Where
+            gradients are deferred a pair of these, the slots of vectors and the index, and what the layer before hands over; then the
+            function also returns what the layer hands over.
             `at`: its index in layers that are passed instead of it; it is chosen within what is recomputed, or a copy of its parameters
             would be kept for the backward pass.
             """
 
-            def block(x_BTD: jax.Array, given: Any) -> tuple[jax.Array, RouterSums | None]:
-                layer, slot = given if execution.in_order else (given, None)
-                parameters, amax, key = layer if at is None else jax.tree.map(lambda stack: stack[at], layer)
-                parameters = parameters if slot is None else send_gradients(parameters, slot)
+            def block(x_BTD: jax.Array, given: Any) -> tuple[Any, RouterSums | None]:
+                passed: Any
+                layer, passed = given if execution.in_order or deferred is not None else (given, None)
+                parameters, amax, key, *of_deferred = layer if at is None else jax.tree.map(lambda stack: stack[at], layer)
+                parameters = send_gradients(parameters, passed) if execution.in_order and passed is not None else parameters
                 block = nnx.merge(structures[stack], parameters)
                 set_amax(block, amax)
                 set_dropout(block, key)
                 attend_with = everywhere if model.local_span is not None and not windowed else None
-                out_BTD: jax.Array = block(x_BTD, tables[windowed], segments[windowed], attend_with)
-                return out_BTD, router_sums(block)
+                inputs = x_BTD, tables[windowed], segments[windowed], attend_with
+                if deferred is None:
+                    return block(*inputs), router_sums(block)
+                vectors, index = of_deferred
+                set_slots(block, passed.slots | vectors)
+                hand_over = HandOver(execution.partitioner, deferred.sums, passed, index + 1)
+                return (block(*inputs, hand_over), hand_over.following), router_sums(block)
 
             return execution.remat.wrap_block(block)
+
+        @functools.cache
+        def run(windowed: bool, stack: int, at: int | None) -> Callable[[Any, Any], tuple[Any, RouterSums | None]]:
+            block = block_of(windowed, stack, at)
+            return block if deferred is None else lambda carry, layer: block(carry[0], (layer, carry[1]))
 
         unroll = execution.scan_unroll if execution.scan_layers else None
         slots = [jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), each) for each in stacked] if execution.in_order else None
@@ -246,7 +265,10 @@ class Decoder(nnx.Module):
             splits_turns=execution.splits_turns,
             across_turns=execution.across_turns,
         )
-        return scan(places, layers, functools.cache(block_of), x_BTD, unroll=unroll, slots=slots)
+        if deferred is None:
+            return scan(places, layers, run, x_BTD, unroll=unroll, slots=slots)
+        (x_BTD, _), sums = scan(places, layers, run, (x_BTD, deferred.handed), unroll=unroll)
+        return x_BTD, sums
 
     def _attend_everywhere(self, positions_BT: jax.Array, segment_ids_BT: jax.Array | None) -> AttendWith:
         """Return the attention of layers without the window, in a model where others have it."""

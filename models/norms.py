@@ -6,13 +6,14 @@ Legend: B batch, T sequence, D the normalized dims (residual stream, one head or
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ridgeline.models.params import ParamFactory, use_param
+from ridgeline.models.params import ParamFactory, logical_axes, may_defer, slot_of, use_param
+from ridgeline.sharding.manual import on_shards, unreduced_spec
 
 if TYPE_CHECKING:
     from ridgeline.sharding.partition import Partitioner
@@ -25,9 +26,18 @@ class RMSNorm(nnx.Module):
     """What is added to the stored scale."""
 
     def __init__(
-        self, dims: int | tuple[int, ...], eps: float, make: ParamFactory, partitioner: Partitioner, axes: tuple[str, ...] = ("norm",)
+        self,
+        dims: int | tuple[int, ...],
+        eps: float,
+        make: ParamFactory,
+        partitioner: Partitioner,
+        axes: tuple[str, ...] = ("norm",),
+        over: tuple[str, ...] = ("batch", "residual_seq"),
     ) -> None:
+        """Create the scale, with these dims and logical axes; over: logical axes of the other dims of the input."""
         self.scale = make.constant((dims,) if isinstance(dims, int) else dims, axes, 1.0 - self.offset)
+        may_defer(self.scale, *over, dtype=jnp.dtype("float32"))
+        self.over = over
         self.eps = eps
         self.partitioner = partitioner
 
@@ -35,7 +45,12 @@ class RMSNorm(nnx.Module):
         """Normalize the last dims."""
         with jax.named_scope("norm"):
             scale_D = use_param(self.scale, self.partitioner, jnp.dtype(jnp.float32))
-            return _rms_norm(x_BTD, scale_D + self.offset if self.offset else scale_D, self.eps)
+            scale_D = scale_D + self.offset if self.offset else scale_D
+            slot = slot_of(self.scale)
+            if slot is None:
+                return _rms_norm(x_BTD, scale_D, self.eps)
+            deferred = _Deferred(self.partitioner, logical_axes(self.scale), self.over)
+            return _rms_norm_deferred(deferred, x_BTD, scale_D, slot, self.eps)
 
 
 class RMSNorm1p(RMSNorm):
@@ -64,10 +79,56 @@ class LayerNorm(nnx.Module):
 # Checkpointed: the backward pass keeps x in its own dtype only, not the float32 intermediates.
 @partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
 def _rms_norm(x_BTD: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
+    return (_unit_rms(x_BTD, scale_D.ndim, eps) * scale_D).astype(x_BTD.dtype)
+
+
+@partial(jax.checkpoint, prevent_cse=False, static_argnums=(0, 4))
+def _rms_norm_deferred(deferred: _Deferred, x_BTD: jax.Array, scale_D: jax.Array, slot_RD: jax.Array, eps: float) -> jax.Array:
+    """As `_rms_norm`; the unreduced gradients of the scale are those of the slot."""
+    return _times(deferred, _unit_rms(x_BTD, scale_D.ndim, eps), scale_D, slot_RD).astype(x_BTD.dtype)
+
+
+def _unit_rms(x_BTD: jax.Array, dims: int, eps: float) -> jax.Array:
+    """Return x / rms(x) over the last dims, float32."""
     x = x_BTD.astype(jnp.float32)
-    dims = tuple(range(-scale_D.ndim, 0))
-    normed = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=dims, keepdims=True) + eps)
-    return (normed * scale_D).astype(x_BTD.dtype)
+    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=tuple(range(-dims, 0)), keepdims=True) + eps)
+
+
+class _Deferred(NamedTuple):
+    """Where the gradient of a scale is unreduced."""
+
+    partitioner: Partitioner
+    axes: tuple[str, ...]
+    """Logical axes of the scale."""
+    over: tuple[str, ...]
+    """Logical axes of the other dims of the input."""
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _times(deferred: _Deferred, normed_BTD: jax.Array, scale_D: jax.Array, slot_RD: jax.Array) -> jax.Array:
+    return normed_BTD * scale_D
+
+
+def _times_forward(
+    deferred: _Deferred, normed_BTD: jax.Array, scale_D: jax.Array, slot_RD: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return normed_BTD * scale_D, (normed_BTD, scale_D)
+
+
+def _times_backward(deferred: _Deferred, residuals: tuple[jax.Array, jax.Array], dy_BTD: jax.Array) -> tuple[jax.Array, None, jax.Array]:
+    normed_BTD, scale_D = residuals
+    rules = deferred.partitioner.rules
+    spec = rules.spec((*deferred.over, *deferred.axes))
+
+    def local(normed_BTD: jax.Array, dy_BTD: jax.Array) -> jax.Array:
+        return jnp.sum(normed_BTD * dy_BTD, tuple(range(normed_BTD.ndim - scale_D.ndim)))[None]
+
+    over = tuple(axis for logical in deferred.over for axis in rules.mesh_axes(logical))
+    run = on_shards(deferred.partitioner, local, (spec, spec), unreduced_spec(deferred.partitioner, deferred.axes, over))
+    return dy_BTD * scale_D, None, run(normed_BTD, dy_BTD)
+
+
+_times.defvjp(_times_forward, _times_backward)
 
 
 @partial(jax.checkpoint, prevent_cse=False, static_argnums=3)

@@ -6,9 +6,10 @@ The parameters of a block exist once, stacked over layers on a leading dim with 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +21,27 @@ from ridgeline.models.int8 import Int8, Int8Matrix, Matrix, quantized
 if TYPE_CHECKING:
     from ridgeline.sharding.partition import Partitioner
 
+Path = tuple[Any, ...]
+"""Attributes and indices that lead to a parameter in a module."""
 LAYERS = "layers"
 """Logical axis of the leading dim of stacked parameters."""
 
 
 STACKS = ("blocks.", "dense_blocks.", "mtp.")
 """Beginnings of the paths of stacked parameters (models/decoder.py)."""
+
+
+_DEFERRAL, _SLOT = "deferral", "slot"
+"""Metadata keys of a parameter."""
+
+
+class Deferral(NamedTuple):
+    """How the gradient of a parameter may be reduced after its layer (models/deferred_gradients.py)."""
+
+    axes: tuple[str, ...]
+    """Logical axes of the dims of activations over which the gradient is a sum; their devices have a part each."""
+    dtype: jnp.dtype
+    """Of the unreduced gradient."""
 
 
 class Amax(nnx.Variable):
@@ -108,6 +124,33 @@ class ParamFactory:
 def logical_axes(param: Matrix) -> tuple[str, ...]:
     """Return the logical axes of a parameter of one layer, without "layers"."""
     return tuple(axis for axis in param.axes if axis != LAYERS)
+
+
+def may_defer(param: Matrix | None, *axes: str, dtype: jnp.dtype) -> None:
+    """Declare that the gradient of a parameter is returned unreduced, in this dtype, where there is a slot for it.
+
+    axes: as in `Deferral`.
+    """
+    if isinstance(param, nnx.Param):
+        param.set_metadata(_DEFERRAL, Deferral(axes, dtype))
+
+
+def deferral_of(param: Any) -> Deferral | None:
+    """Return what `may_defer` declared; None: nothing."""
+    found: Deferral | None = param.get_metadata().get(_DEFERRAL)
+    return found
+
+
+def set_slots(module: nnx.Module, slots: Mapping[Path, jax.Array]) -> None:
+    """Attach slots [R, ...] to parameters of a block: zeros whose gradients are the unreduced gradients of R devices."""
+    for path, slot in slots.items():
+        param: Any = functools.reduce(getattr, path, module)
+        param.set_metadata(_SLOT, slot)
+
+
+def slot_of(param: Matrix) -> jax.Array | None:
+    """Return the slot of a parameter; None: its gradient is reduced within its layer."""
+    return param.get_metadata().get(_SLOT) if isinstance(param, nnx.Param) else None
 
 
 def input_dims(axes: tuple[str, ...]) -> int:

@@ -70,9 +70,11 @@ class ExpertsPeak(LiveBuffers):
         """
         local = self.local
         again = expert_layers.recomputes_experts(local) and not local.sends_uncapped
+        again &= not (self.defers and local.expert == 1 and local.config.compute.remat.policy == "full")
         few = again and self.gathered_layer() > MUCH_PER_TOKEN * local.tokens
-        fetches = self.moves_no_reduction and expert_layers.fetches_within_layers(local)
-        return self.plain_experts and (fetches or not local.config.compute.remat.offloads) and not few
+        if self.defers and local.tensor > 1:
+            return True
+        return self.plain_experts and not local.config.compute.remat.offloads and not few
 
     @property
     def recomputes_at_once(self) -> bool:
@@ -246,10 +248,6 @@ class ExpertsPeak(LiveBuffers):
         their results. Then the weight gradients of gate and up are there, and the gradients of the rows by both: of the hidden activations
         the input of down, and one of the gradients, or the sum in slots. The weight gradient of down comes later, beside the exchange.
         (Heaps of Qwen3 30B and 235B, DeepSeek V2 Lite and V3, and of Mixtral over tensor=4 and 8.)
-
-        Where no reduction moves into the next layer (`moves_no_reduction`), with latent attention and no capacity one is written to a place
-        of its own on all GPUs; with a capacity and latent attention, or values in host memory and no exchange, the part by gate is summed
-        before that by up comes. (Heaps of DeepSeek V2 Lite and Qwen3 30B.)
         """
         local, gates = self.local, 2 if self.local.model.gated_mlp else 1
         beside = expert_layers.beside_experts(local, self.program)
@@ -261,15 +259,11 @@ class ExpertsPeak(LiveBuffers):
         beside += 2 * (local.hidden_bytes - routed)  # of shared experts
         capped = expert_layers.capped(local)
         known = self.program.measured_matmuls or (local.expert == 1 if capped else local.latent_bytes > 0)
-        apart = 0 if known else gates + 1 if capped and not self.moves_no_reduction else 1
+        apart = 0 if known else gates + 1 if capped and (local.latent_bytes or not self.defers) else 1
         if expert_layers.fetches_within_layers(local):
-            apart = 2 if expert_layers.fetched_early(local) and not self.moves_no_reduction else 1
-        if self.moves_no_reduction and local.latent_bytes and not capped:
-            apart = 1
+            apart = 2 if expert_layers.fetched_early(local) and not self.defers else 1
         in_kernel = (gates + 1 + apart) * hidden + 2 * local.row_bytes
-        one_by_one = local.latent_bytes > 0 or (expert_layers.fetches_within_layers(local) and local.expert == 1)
-        parts = 1 if self.moves_no_reduction and capped and one_by_one else 2
-        summed = (1 + parts) * local.row_bytes + hidden + max(hidden, local.slot_bytes or local.stream_bytes)
+        summed = 3 * local.row_bytes + hidden + max(hidden, local.slot_bytes or local.stream_bytes)
         return [("its MLP", in_kernel, beside, matrices, 0, mask), ("its MLP", summed, beside, matrices, computed, mask)]
 
     def _rows_by_gate_and_up(self, matrices: int, streams: int, mask: int) -> list[Point]:

@@ -35,8 +35,8 @@ class FirstExperts(LayerPeak):
         """
         local, turn = self.local, self.turn
         if turn.layers == 1:
-            # where a layer reduces its gradients, one is not in the loop, and as those that are
-            if not (self.delays_experts and self.reduced) or (local.ties_weight_gradients and self.reduces_in_turn):
+            # where gradients are deferred, one is not in the loop, and as those that are
+            if not (self.delays_experts and self.reduced) or self.defers:
                 return {}
             return {LAYERS: self._after_start(points) if local.ties_weight_gradients else self._reductions_of_layers()}
         if local.ties_weight_gradients and self.overlap:

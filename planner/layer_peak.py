@@ -5,11 +5,13 @@ Read from the heaps of compiled steps (GPU backend, jax 0.10.2). Sizes are bytes
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ridgeline.configs.remat import POLICIES
 from ridgeline.planner import block_scaled, constant_costs, eight_bits, expert_layers, narrow_experts, ordered_dense, ordered_experts
 from ridgeline.planner.activations import attention_workspace, mask_bytes, offloads_inputs
+from ridgeline.planner.experts_peak import Point
 from ridgeline.planner.mlp_peak import MlpPeak
 from ridgeline.planner.recompute import FROM_BLOCK_INPUTS, Recomputed, recomputed
 
@@ -72,21 +74,22 @@ class LayerPeak(MlpPeak):
         down = local.mlp_matrix * local.gradient_itemsize if self.reduced and self.combined and not local.adapted else 0
         if down and local.model.moe is not None and not self.keeps_turns:  # those of the other layers of the turn wait for its end
             down += (self.turn.trained_weights - local.gathered_trained_weights) * local.gradient_itemsize
-        down = 0 if self.moves_no_reduction and self.turn.layers == 1 else down
+        down = 0 if self.defers and self.turn.layers == 1 else down
         sizes = at_end, waiting + more, down, mask, attention
         if ordered_experts.applies(self):
             ordered = ordered_experts.points(self, mask, (at_end * stream, waiting + more), next_layer, at_start=at_start)
-            return max(ordered, key=lambda point: sum(point[1:]))
+            return self._most(ordered, at_start=at_start)
         if ordered_dense.applies(self):
             ordered = ordered_dense.points(self, mask, 2 * local.mlp_matrix * local.matrix_itemsize, attention, at_start=at_start)
-            return max([*ordered, ("its end", hidden, at_end * stream, 0, waiting + more, mask)], key=lambda point: sum(point[1:]))
+            return self._most([*ordered, ("its end", hidden, at_end * stream, 0, waiting + more, mask)], at_start=at_start)
         narrow = self._points_of_narrow_matmuls(again, at_mlp, at_mlp - usual, together, sizes, at_start=at_start)
+        after_mlp = next_layer if self.gathers_after_mlp else 0
         if narrow:
-            return max(narrow, key=lambda point: sum(point[1:]))
+            return self._most(narrow, at_start=at_start, gathered=after_mlp)
         after_attention = constant_costs.recomputes_late if at_start else constant_costs.gathers_nothing
         if self.overlap and after_attention(local, self.program):
             in_attention = constant_costs.in_attention(local, self.program, at_start=at_start)
-            return max((("its attention", *point, 0, down, attention) for point in in_attention), key=lambda point: sum(point[1:]))
+            return self._most([("its attention", *point, 0, down, attention) for point in in_attention], at_start=at_start)
         slices = 2 if kept and self.turn.in_order and not at_start else 0  # of kept gate and up, cut out of the stacks
         # While the input of the next block comes from host memory, XLA computes the gradients of the MLP's weights: gate and up are left,
         # from which the input of down is computed for the last of them. A ring starts when that input is there.
@@ -97,7 +100,7 @@ class LayerPeak(MlpPeak):
         if alike and local.ties_weight_gradients:  # those of experts are computed before attention
             early = 0
         delayed = together * self.turn.before_weight_gradients() // self.turn.layers
-        matrices = 2 * local.mlp_matrix * local.matrix_itemsize - (next_layer if self.gathers_after_mlp else 0)
+        matrices = 2 * local.mlp_matrix * local.matrix_itemsize - after_mlp
         at_mlp += self._reads_hidden_from_host
         ring = self._mlp_in_ring(at_start=at_start)
         over_tensor = [(ring[0], ring[1])] if ring else self._mlp_from_host_over_tensor(at_start=at_start)
@@ -121,7 +124,20 @@ class LayerPeak(MlpPeak):
             *self._attention_in_order(together),
             *self.in_experts(matrices, streams, mask),
         )
-        return max(points, key=lambda point: sum(point[1:]))
+        return self._most(points, at_start=at_start)
+
+    def _most(self, points: Sequence[Point], *, at_start: bool, gathered: int = 0) -> Point:
+        """Return the point that needs most, with the gradients of the layer before that are reduced in the MLP of this one.
+
+        gathered: bytes of weights that are gathered after the MLP, and not in it.
+        """
+        deferred = 0 if at_start else self.deferred_gradients
+        found = [
+            (where, hidden, streams, weights - gathered, gradients + deferred, workspace) if where == "its MLP" else point
+            for point in points
+            for where, hidden, streams, weights, gradients, workspace in [point]
+        ]
+        return max(found, key=lambda point: sum(point[1:]))
 
     def _points_of_narrow_matmuls(
         self, again: Recomputed, at_mlp: int, early: int, together: int, sizes: tuple[int, int, int, int, int], *, at_start: bool
@@ -199,14 +215,16 @@ class LayerPeak(MlpPeak):
         if self.overlap and narrow_experts.applies(local):
             sent = narrow_experts.in_rows(local, again)
             # Where the layer reduces its gradients each is scaled at once; where gate and up are kept, before those of the rows come.
-            unscaled = 0 if self.reduces_in_turn else local.mlp_matrix * local.gradient_itemsize
-            reduced = end if self.reduces_in_turn and not expert_layers.recomputes_experts(local) else 0
+            in_layer = self.reduces_in_turn and not self.defers
+            unscaled = 0 if in_layer else local.mlp_matrix * local.gradient_itemsize
+            reduced = end if in_layer and not expert_layers.recomputes_experts(local) else 0
+            before = self.deferred_gradients if not at_start and expert_layers.recomputes_experts(local) else 0
             return [
                 ("its MLP", *sent[0], matrices, 0, mask),
                 ("its MLP", *sent[1], matrices, reduced, mask),
                 ("its attention", sent[1][0] + local.row_bytes, 6 * stream, 0, 0, attention),
                 # a result of a kernel is multiplied by its scale
-                ("its end", hidden, at_end * stream, 0, end + unscaled, mask),
+                ("its end", hidden, at_end * stream, 0, end + unscaled + before, mask),
             ]
         if self.turn.layers > 1 and narrow_experts.turns_wait(local):
             layers = expert_layers.TURNS * self.turn.layers if at_start else self.turn.layers

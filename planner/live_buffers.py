@@ -119,13 +119,23 @@ class LiveBuffers:
         without experts are not reduced like this.
         """
         local = self.local
-        return local.model.moe is not None and not local.adapted and (self.data * local.context > 1 or self.moves_no_reduction)
+        return local.model.moe is not None and not local.adapted and (self.data * local.context > 1 or self.defers)
 
     @property
-    def moves_no_reduction(self) -> bool:
-        """Whether XLA's pass that moves reductions into the next turn is disabled in a run (launch/environment.py), so that gradients are
-        reduced in their turn without a second sum."""
-        return self.combined and self.local.reduces_within_turn
+    def defers(self) -> bool:
+        """Whether gradients of a layer with experts are reduced in the next layer (models/deferred_gradients.py), in a run."""
+        return self.combined and self.local.defers_reductions
+
+    @property
+    def deferred_gradients(self) -> int:
+        """Bytes of the unreduced gradients of the experts of the layer before, until the backward pass of a layer's MLP is over."""
+        local, moe = self.local, self.local.model.moe
+        if moe is None or not self.defers:
+            return 0
+        matrices = 3 if local.model.gated_mlp else 2
+        weights = moe.experts // local.expert * local.model.embed_dim * local.model.expert_width // local.tensor
+        own = int(not local.ties_weight_gradients and expert_layers.capped(local) and local.tensor == 1)
+        return (matrices + own) * weights * local.gradient_itemsize
 
     @property
     def scatters_scaled(self) -> bool:
@@ -305,7 +315,7 @@ class LiveBuffers:
         several = self.turn.layers > 1 and self.reduces_in_turn
         ordered = self.turn.in_order and not self.local.model.tie_embeddings and self.local.model.moe is None
         sends = self.turn.layers > 1 and expert_layers.sends_over_fsdp(self.local)
-        early = self.delays_experts or several or ordered or sends or self.scatters_scaled or self.reduces_in_order
+        early = (self.delays_experts and not self.defers) or several or ordered or sends or self.scatters_scaled or self.reduces_in_order
         loops = self.in_loop and not (self.delays_experts and self.local.context > 1 and self.data == 1)
         ring = several and self.local.saves_first and self.local.ring
         return early and self.reduced and (ring or not loops) and self.local.model.latent_attention is None

@@ -29,11 +29,9 @@ from ridgeline.planner.parameters import (
     mtp_projection_parameters,
 )
 from ridgeline.planner.pipeline import Schedule
-from ridgeline.planner.recompute import saves_first
+from ridgeline.planner.recompute import defers_reductions, saves_first
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
-MUCH_COMPUTE = 4000
-"""Multiply-adds of a layer's forward pass on a device per byte of its gradients from which these are reduced within its turn."""
 FUSED_MAX_HEAD_DIM = 128
 """Widest head of the fused attention kernels, as in models/attention (a test compares the two)."""
 
@@ -216,20 +214,11 @@ class LocalSizes:
         wide = self.model.embed_dim > self.model.expert_width // self.tensor
         return self.ties_weight_gradients and wide and not (self.config.precision.eight_bit and moves)
 
-    @cached_property
-    def reduces_within_turn(self) -> bool:
-        """Whether a run reduces the gradients of a turn of the loop over layers within that turn (launch/environment.py).
-
-        So with trained experts, whose gradients are summed over fsdp alone, where a layer computes long enough to hide the reductions
-        (MUCH_COMPUTE). Else XLA starts them in the next turn, and keeps the unreduced gradients of the layers that it takes out of the loop
-        for that. Twenty-one compiled steps need 0 to 22 % less memory (median 10) for 0.0 to 1.5 % of a simulated step; six with less
-        compute 1 to 43 % less, for 2.7 to 15 % of a step.
-        """
-        others = self.tensor * self.pipeline * self.data * self.context
-        if self.model.moe is None or self.adapted or self.fsdp == 1 or others > 1:
-            return False
-        active = attention_matmul_parameters(self.model) + moe_matmul_parameters(self.model, active=True)
-        return self.tokens * active >= MUCH_COMPUTE * self.gathered_trained_weights * self.gradient_itemsize
+    @property
+    def defers_reductions(self) -> bool:
+        """Whether gradients are reduced in the next layer of the backward pass (planner/recompute.py)."""
+        sizes = {"data": self.data, "fsdp": self.fsdp // self.expert, "context": self.context, "pipeline": self.pipeline}
+        return defers_reductions(self.model, self.config.compute, sizes, frozen=bool(self.adapted))
 
     @cached_property
     def slots(self) -> int:

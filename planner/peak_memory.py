@@ -83,6 +83,8 @@ class StepMemory(InLoss, AfterLayers, FirstExperts):
         local = self.local
         if self.turn.in_order:
             return self._start_in_order()
+        if self.defers:
+            return self.backward(layers=self.turn.delayed_at_start)
         relaid = relaid_bytes(local, self.backend, self.overlap)
         turn_waits = self.turn.layers > 1 and self.waits
         delayed = self.delayed_block_scaled() + (local.slot_bytes + local.stream_bytes if turn_waits else 0)
@@ -181,7 +183,7 @@ class StepMemory(InLoss, AfterLayers, FirstExperts):
         if reducing and (self.reduces_in_turn or self.scatters_scaled):
             reducing = 2 * reducing // self.sharded.fsdp  # the sums over fsdp, and together as they are summed over the other axes
         reducing += self.turned_gradients() if reducing and not self.scatters_scaled else 0
-        reducing = 0 if self.reduces_before_mlp or self.keeps_turns or self.turn.in_order or self.moves_no_reduction else reducing
+        reducing = 0 if self.reduces_before_mlp or self.keeps_turns or self.turn.in_order or self.defers else reducing
         # with fsdp they are small, and the weights of the next turn are counted, of which those of a layer are gone
         reducing += self.turn.reduced_gradients(self.sharded.fsdp) if self.reduced and local.fsdp == 1 else 0
         left_over = self.turn.left_over if late and (self.turn.layers > 1 or self.turn.in_order) else 0  # their backward pass is over

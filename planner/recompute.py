@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ridgeline.configs.model_schema import ModelConfig
@@ -106,6 +108,17 @@ def gradients_first(model: ModelConfig, compute: ComputeConfig, *, frozen: bool,
     values in host memory: 81.0 GB, with their order given 70.7). Not over `tensor`.
     """
     return in_order(model, compute, frozen=frozen) and model.moe is None and tensor == 1
+
+
+def defers_reductions(model: ModelConfig, compute: ComputeConfig, sizes: Mapping[str, int], *, frozen: bool) -> bool:
+    """Return whether the gradients of a layer are reduced in the next layer of the backward pass (models/deferred_gradients.py).
+
+    So it is in alike layers with experts, where devices of other mesh axes than `expert` have other tokens. Not in stages, which change
+    microbatches between two layers. sizes: of the mesh axes (missing: 1).
+    """
+    copies = math.prod(sizes.get(axis, 1) for axis in ("data", "fsdp", "context"))
+    alike = model.moe is not None and model.layer_period == 1 and compute.scan_layers
+    return alike and copies > 1 and sizes.get("pipeline", 1) == 1 and not frozen
 
 
 def saves_first(model: ModelConfig, compute: ComputeConfig, *, tensor: int, pipeline: int) -> bool:

@@ -61,15 +61,23 @@ def reduce_gradient(partitioner: Partitioner, grad: jax.Array, axes: LogicalAxes
 
 def sum_token_shards(partitioner: Partitioner, grad: jax.Array, *axes: str | None) -> jax.Array:
     """Sum partial gradients [R, ...] (one per shard of tokens) to the gradient of a parameter with these logical axes."""
-    tokens = partitioner.rules.token_axes
     if partitioner.mesh.size == 1:
         return jnp.sum(grad, axis=0)
     assert grad.shape[0] == partitioner.axis_size(TOKENS), grad.shape
-    gathered = partitioner.rules.spec(axes, without=gathered_axes(axes))
+    return sum_shards(partitioner, grad, axes, partitioner.rules.token_axes)
+
+
+def unreduced_spec(partitioner: Partitioner, axes: LogicalAxes, over: Axes) -> PartitionSpec:
+    """Return the sharding of partial gradients [R, ...] of a parameter with these logical axes, one per device of `over`."""
+    return PartitionSpec(over, *partitioner.rules.spec(axes, without=gathered_axes(axes)))
+
+
+def sum_shards(partitioner: Partitioner, grad: jax.Array, axes: LogicalAxes, over: Axes) -> jax.Array:
+    """Sum partial gradients with the sharding of `unreduced_spec` to a gradient that is sharded as its parameter."""
     run = on_shards(
         partitioner,
-        lambda g: reduce_gradient(partitioner, g[0], axes, tokens),
-        in_specs=PartitionSpec(tokens, *gathered),
+        lambda g: reduce_gradient(partitioner, g[0], axes, over),
+        in_specs=unreduced_spec(partitioner, axes, over),
         out_specs=partitioner.spec(axes, grad.shape[1:], "gradient"),
     )
     total: jax.Array = run(grad)

@@ -105,5 +105,5 @@ def _head_norm(model: ModelConfig, heads: int, axis: str, execution: Execution, 
     """Return the norm of queries or keys: of each head, or of all heads together."""
     kind = RMSNorm1p if model.norm == "rmsnorm_1p" else RMSNorm
     if model.qk_norm_dims == "head":
-        return kind(model.head_width, model.norm_eps, make, execution.partitioner, ("head_dim",))
-    return kind((heads, model.head_width), model.norm_eps, make, execution.partitioner, (axis, "head_dim"))
+        return kind(model.head_width, model.norm_eps, make, execution.partitioner, ("head_dim",), ("batch", "seq", f"act_{axis}"))
+    return kind((heads, model.head_width), model.norm_eps, make, execution.partitioner, (axis, "head_dim"), ("batch", "seq"))

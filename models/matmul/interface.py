@@ -29,13 +29,12 @@ from jax.sharding import PartitionSpec
 
 from ridgeline.models.int8 import Int8, Matrix, scale_axes, values_of
 from ridgeline.models.matmul import block_scaled, dense, fp8
-from ridgeline.models.params import Amax, logical_axes
+from ridgeline.models.params import Amax, Path, logical_axes, slot_of
 from ridgeline.sharding.manual import look_up, look_up_gradient, on_shards, reduce_gradient, row_major
 
 if TYPE_CHECKING:
     from ridgeline.sharding.partition import Partitioner
 
-Path = tuple[Any, ...]
 LogicalAxes = tuple[str, ...]
 Adapt = Callable[["Matmul", str, jax.Array, Matrix, jax.Array], jax.Array]
 """(matmul, equation, input, parameter, result) -> the result with an adapter (models/lora.py)."""
@@ -157,11 +156,13 @@ class Weight(NamedTuple):
 
     w: jax.Array | Int8
     amax: jax.Array | None
+    slot: jax.Array | None = None
+    """Takes the unreduced gradient (models/deferred_gradients.py); None: it is reduced within its layer."""
 
 
 def weight_of(param: Matrix) -> Weight:
-    """Return the stored values of a parameter, and its amax if it is known."""
-    return Weight(values_of(param), param.get_metadata().get(_AMAX) if isinstance(param, nnx.Param) else None)
+    """Return the stored values of a parameter, its amax if it is known, and its slot if it has one."""
+    return Weight(values_of(param), param.get_metadata().get(_AMAX) if isinstance(param, nnx.Param) else None, slot_of(param))
 
 
 class Gathered(NamedTuple):

@@ -17,7 +17,7 @@ experts, R rows of the buffer of a device's experts.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -32,7 +32,7 @@ from ridgeline.models.moe.exchange import Exchange, Route
 from ridgeline.models.moe.float8 import Operand, Quantized, matmul, outer, quantize, quantize_experts
 from ridgeline.models.moe.grouped_matmul import GroupedMatmul
 from ridgeline.planner.experts import capacity
-from ridgeline.sharding.manual import on_shards, reduce_gradient
+from ridgeline.sharding.manual import on_shards, reduce_gradient, unreduced_spec
 
 if TYPE_CHECKING:
     from ridgeline.sharding.rules import Axes
@@ -81,6 +81,8 @@ class Experts:
     capacity_factor: float | None = None
     adapter_scale: float = 1.0
     """Factor of the adapters' products (lora)."""
+    defers: bool = False
+    """Gradients of matrices are returned unreduced, for their slots (models/deferred_gradients.py)."""
 
     def plan(self, experts_BTK: jax.Array, weights_BTK: jax.Array) -> tuple[Plan, jax.Array]:
         """Sort the assignments of each device by expert; return the plan and the number of dropped assignments of each device."""
@@ -118,16 +120,21 @@ class Experts:
         x: the normalized residual stream, sharded along the sequence as between blocks; adapters: of each matrix.
         """
         pairs = tuple(None if adapter is None else adapter.pair for adapter in adapters or (None,) * len(params))
-        return list(_widen(self, x_BTD, plan, tuple(weight_of(param) for param in params), pairs))
+        weights = tuple(weight_of(param) for param in params)
+        return list(_widen(self._for(weights[0]), x_BTD, plan, weights, pairs))
 
     def narrow(
         self, hidden_RF: jax.Array, weights_BTK: jax.Array, plan: Plan, param: Matrix, adapter: ExpertAdapter | None = None
     ) -> jax.Array:
         """Return the weighted sum of each token's experts [B, T, D]: hidden rows times the matrix [D, E, F] of their expert."""
-        y_BTD: jax.Array = _narrow(self, hidden_RF, weights_BTK, plan, weight_of(param), None if adapter is None else adapter.pair)
+        weight = weight_of(param)
+        y_BTD: jax.Array = _narrow(self._for(weight), hidden_RF, weights_BTK, plan, weight, None if adapter is None else adapter.pair)
         return y_BTD
 
     # What the local functions share.
+
+    def _for(self, weight: Weight) -> Experts:
+        return replace(self, defers=weight.slot is not None)
 
     @property
     def _local(self) -> int:
@@ -203,9 +210,8 @@ class Experts:
     def _reduced_pair(self, pair: Pair, *, down: bool) -> Pair:
         """Sum the gradients over the devices; the side of the residual stream is a partial sum over those that share the hidden dim."""
         partitioner = self.matmul.partitioner
-        rows = tuple(axis for axis in self._token_axes if axis != "expert")
-        both = (*rows, *partitioner.rules.mesh_axes("mlp"))
-        over_a, over_b = (rows, both) if down else (both, rows)
+        both = (*self._row_axes, *partitioner.rules.mesh_axes("mlp"))
+        over_a, over_b = (self._row_axes, both) if down else (both, self._row_axes)
         return Pair(reduce_gradient(partitioner, pair.a, A_AXES[down], over_a), reduce_gradient(partitioner, pair.b, B_AXES[down], over_b))
 
     def _rows(self, x_BTD: jax.Array, plan: Plan) -> jax.Array:
@@ -235,9 +241,19 @@ class Experts:
         """Return the sum of each token's slots, of all devices, [B, T, ...]."""
         return self.exchange.combine(y_Gx, plan.route).reshape(*like_BTx.shape[:2], *y_Gx.shape[1:])
 
+    @property
+    def _row_axes(self) -> Axes:
+        """Mesh axes whose devices have a part of the gradients of the same experts, which saw the tokens of all devices of `expert`."""
+        return tuple(axis for axis in self._token_axes if axis != "expert")
+
+    @property
+    def _gradient_spec(self) -> PartitionSpec:
+        partitioner = self.matmul.partitioner
+        return unreduced_spec(partitioner, MATRIX_AXES, self._row_axes) if self.defers else partitioner.rules.spec(MATRIX_AXES)
+
     def _reduced(self, grad: jax.Array) -> jax.Array:
-        rows = tuple(axis for axis in self._token_axes if axis != "expert")  # its own experts saw the tokens of all of that axis
-        return reduce_gradient(self.matmul.partitioner, grad, MATRIX_AXES, rows)
+        """Return the gradient of a matrix as it leaves the shards: summed, or for its slot."""
+        return grad[None] if self.defers else reduce_gradient(self.matmul.partitioner, grad, MATRIX_AXES, self._row_axes)
 
 
 def _within(expert_SK: jax.Array, experts: int, limit: int) -> jax.Array:
@@ -288,9 +304,14 @@ def _exact(x: Operand) -> jax.Array:
     return fp8.dequantize(x.values, x.scale, jnp.dtype(jnp.bfloat16)) if isinstance(x, Quantized) else x
 
 
-def _gradient_of(param: Weight, grad: jax.Array) -> Weight:
+def _gradient_of(experts: Experts, param: Weight, grad: jax.Array) -> Weight:
     assert not isinstance(param.w, Int8), "only frozen matrices are stored in 8 bits"
-    return Weight(grad.astype(param.w.dtype), None)
+    return Weight(None, None, grad) if experts.defers else Weight(grad.astype(param.w.dtype), None)  # type: ignore[arg-type]
+
+
+def _without_slot(param: Weight) -> Weight:
+    """Return what the backward pass reads: slots of all layers would be saved."""
+    return param._replace(slot=None)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -315,7 +336,7 @@ def _widen_forward(experts: Experts, x_BTD: jax.Array, plan: Plan, params: Weigh
     pair_specs = tuple(experts._pair_spec(pair, down=False) for pair in pairs)
     in_specs = (experts._stream_spec, experts._plan_spec, (experts._used_spec,) * len(params), pair_specs)
     hidden: Matrices = _on_shards(experts, local, in_specs, (experts._rows_spec,) * len(params))(x_BTD, plan, used, used_pairs)
-    return hidden, (x_BTD, plan, params, pairs, gathered if experts.matmul.save_gathered else None)
+    return hidden, (x_BTD, plan, tuple(map(_without_slot, params)), pairs, gathered if experts.matmul.save_gathered else None)
 
 
 def _widen_backward(experts: Experts, residuals: Any, dhidden: Matrices) -> tuple[jax.Array, None, Weights | None, Pairs]:
@@ -352,10 +373,10 @@ def _widen_backward(experts: Experts, residuals: Any, dhidden: Matrices) -> tupl
     count = len(params)
     pair_specs, stored = (tuple(experts._pair_spec(pair, down=False, stored=s) for pair in pairs) for s in (False, True))
     in_specs = (experts._stream_spec, experts._plan_spec, (experts._used_spec,) * count, pair_specs, (experts._rows_spec,) * count)
-    of_matrices = () if experts.matmul.frozen else (experts.matmul.partitioner.rules.spec(MATRIX_AXES),) * count
+    of_matrices = () if experts.matmul.frozen else (experts._gradient_spec,) * count
     run = _on_shards(experts, local, in_specs, (experts._stream_spec, of_matrices, stored))
     dx_BTD, dws, dpairs = run(x_BTD, plan, used, used_pairs, dhidden)
-    dparams = None if experts.matmul.frozen else tuple(map(_gradient_of, params, dws))
+    dparams = None if experts.matmul.frozen else tuple(map(partial(_gradient_of, experts), params, dws))
     return dx_BTD, None, dparams, jax.tree.map(lambda grad, stored: grad.astype(stored.dtype), dpairs, pairs)
 
 
@@ -397,7 +418,7 @@ def _narrow_forward(
     pair_spec = experts._pair_spec(pair, down=True)
     in_specs = (experts._rows_spec, experts._choice_spec, experts._plan_spec, experts._used_spec, pair_spec)
     y_BTD: jax.Array = _on_shards(experts, local, in_specs, experts._stream_spec)(hidden_RF, weights_BTK, plan, used, used_pair)
-    return y_BTD, (hidden_RF, plan, param, pair, gathered if experts.matmul.save_gathered else None)
+    return y_BTD, (hidden_RF, plan, _without_slot(param), pair, gathered if experts.matmul.save_gathered else None)
 
 
 def _narrow_backward(experts: Experts, residuals: Any, dy_BTD: jax.Array) -> tuple[jax.Array, jax.Array, None, Weight | None, Pair | None]:
@@ -435,10 +456,10 @@ def _narrow_backward(experts: Experts, residuals: Any, dy_BTD: jax.Array) -> tup
 
     pair_spec, stored = (experts._pair_spec(pair, down=True, stored=s) for s in (False, True))
     in_specs = (experts._rows_spec, experts._plan_spec, experts._used_spec, pair_spec, experts._stream_spec)
-    of_matrix = None if experts.matmul.frozen else experts.matmul.partitioner.rules.spec(MATRIX_AXES)
+    of_matrix = None if experts.matmul.frozen else experts._gradient_spec
     run = _on_shards(experts, local, in_specs, (experts._rows_spec, experts._choice_spec, of_matrix, stored))
     dhidden_RF, dweights_BTK, dw_DEF, dpair = run(hidden_RF, plan, used, used_pair, dy_BTD)
-    dparam = None if dw_DEF is None else _gradient_of(param, dw_DEF)
+    dparam = None if dw_DEF is None else _gradient_of(experts, param, dw_DEF)
     return dhidden_RF, dweights_BTK, None, dparam, jax.tree.map(lambda grad, stored: grad.astype(stored.dtype), dpair, pair)
 
 

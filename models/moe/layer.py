@@ -25,7 +25,7 @@ from ridgeline.models.moe.input_weights import weighted_rows
 from ridgeline.models.moe.router import ROUTER_AXES, Choice, RouterSums, choose, router_logits, sums_of
 from ridgeline.models.mup import matrix_std
 from ridgeline.models.parallelize import Execution
-from ridgeline.models.params import ParamFactory
+from ridgeline.models.params import ParamFactory, may_defer
 from ridgeline.models.remat import GROUPED_MATMUL
 
 
@@ -47,6 +47,8 @@ class MixtureOfExperts(nnx.Module):
         self.gate = make.matrix(shape, MATRIX_AXES, std, (0,)) if model.gated_mlp else None
         self.up = make.matrix(shape, MATRIX_AXES, std, (0,))
         self.down = make.matrix(shape, MATRIX_AXES, residual_std, (2,))  # [D, E, F] as the others
+        for matrix in (self.gate, self.up, self.down):
+            may_defer(matrix, "batch", "seq", dtype=execution.matmul.gradient_dtype)
         self.logit_bias = make.normal((experts,), ("router",), model.init_std) if moe.logit_bias else None
         bias = model.mlp_bias
         self.gate_bias = make.constant((experts, hidden), HIDDEN_BIAS_AXES, 0.0) if bias and model.gated_mlp else None

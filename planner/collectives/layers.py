@@ -32,11 +32,13 @@ def in_layer(step: StepSizes) -> list[PlannedCollective]:
         shared = step.parameters("shared experts", "layer", moe.shared_experts * expert_parameters(model), step.layers)
         planned += step.in_layers(model.moe_layers, shared + step.half("shared experts", gated))
         ordered = in_order(model, step.config.compute, frozen=step.frozen)
-        if model.norm_position != "post" and not ordered:  # the norm before the experts is computed for routed and for shared ones
+        if (
+            model.norm_position != "post" and not ordered and not step.defers
+        ):  # the norm before the experts is computed for routed and for shared ones
             norm = (2 if model.norm == "layernorm" else 1) * model.embed_dim
             planned += step.in_layers(model.moe_layers, step.replicated_gradient("norms of shared experts", norm * 4))
     if moe is not None:
-        planned += step.in_layers(model.moe_layers, experts(step, moe))
+        planned += step.deferred("experts", step.in_layers(model.moe_layers, experts(step, moe)))
     twice = 1 if step.latents and not _low_rank_queries(step) and model.norm_position != "post" else 0  # for queries and latents each
     norms = (layer_norms(model) + twice) * (2 if model.norm == "layernorm" else 1) * model.embed_dim
     norms += head_norms(step.model) if step.model.qk_norm_dims == "head" else 0
@@ -44,7 +46,7 @@ def in_layer(step: StepSizes) -> list[PlannedCollective]:
         *planned,
         *adapters(step),
         *sequence(step),
-        *step.replicated_gradient("norms", norms * 4),
+        *step.summed_once(step.replicated_gradient("norms", norms * 4)),
         *_all_head_norms(step),
         *_biases(step),
     ]
@@ -87,7 +89,8 @@ def _all_head_norms(step: StepSizes) -> list[PlannedCollective]:
     ]
     groups = () if step.frozen else (step.over("data", "fsdp", "expert"), step.over("context"))
     names = "query and key norms"
-    return planned + [replace(step.item(names, "backward", "all-reduce", axes, scales), replicated=True) for axes in groups]
+    gradients = [replace(step.item(names, "backward", "all-reduce", axes, scales), replicated=True) for axes in groups]
+    return planned + step.summed_once(gradients)
 
 
 def _biases(step: StepSizes) -> list[PlannedCollective]:

@@ -37,9 +37,13 @@ from ridgeline.launch.environment import (
     prepare,
 )
 from ridgeline.launch.xla_flags import split_flags, unknown_flags
+from ridgeline.models.parallelize import parallelize
 from ridgeline.planner.hardware import generation_of
 from ridgeline.planner.host_memory import pool_limit_gib
-from ridgeline.planner.local import MUCH_COMPUTE, LocalSizes
+from ridgeline.planner.local import LocalSizes
+from ridgeline.sharding.mesh import abstract_mesh
+from ridgeline.sharding.partition import Partitioner
+from tests.sampling import seed
 
 CONFIG = Config()
 WITH_CACHE = Config.model_validate({"runtime": {"compilation_cache": Path("cache")}, "compute": {"remat": {"policy": "full"}}})
@@ -146,42 +150,35 @@ def test_the_pass_that_puts_zeros_in_place_of_a_devices_own_shard_does_not_run()
     assert "all-gather-to-collective-permute-simplifier" in chosen("hopper")["--xla_disable_hlo_passes"].value.split(",")
 
 
-def reduces_within_turn(config: Config) -> bool:
+def moves_reductions_itself(config: Config) -> bool:
+    """Whether XLA's pass that moves reductions into the next layer does not run."""
     return PIPELINED_REDUCTIONS in chosen("hopper", config=config)["--xla_disable_hlo_passes"].value.split(",")
 
 
-@pytest.mark.parametrize("model", ["mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v2-lite"])
-def test_gradients_are_reduced_within_their_layer_where_its_experts_compute_long_enough(model: str) -> None:
-    """XLA's other way keeps the unreduced gradients of the layers outside of the loop; with little compute it is up to 15 % faster."""
-    draw, found = random.Random(model), set()
+@pytest.mark.parametrize("model", ["mixtral-8x7b", "gpt-oss-20b", "deepseek-v2-lite", "llama-3.1-8b"])
+def test_xla_moves_no_reduction_where_the_program_does(model: str) -> None:
+    """It would take layers out of the loop for the small ones that are left, and keep the unreduced gradients of these layers."""
+    draw, found = random.Random(f"{seed()} {model}"), set()
     for _ in range(40):
-        axes = {axis: draw.choice([1, 1, 1, 2]) for axis in ("data", "context", "tensor")} | {"fsdp": 8, "expert": draw.choice([1, 2, 8])}
-        rows = draw.choice([1, 4, 16]) * axes["data"] * axes["fsdp"] * axes["expert"]
+        axes = {axis: draw.choice([1, 1, 2]) for axis in ("data", "context", "tensor")} | {"fsdp": draw.choice([1, 8])}
+        axes["pipeline"] = draw.choice([1, 1, 2]) if model == "mixtral-8x7b" else 1
+        axes["expert"] = 1 if model.startswith("llama") else draw.choice([1, 2, 8])
         mesh = [f"mesh.{axis}={size}" for axis, size in axes.items()]
-        config = load(f"models/{model}", [*mesh, f"data.batch_size={rows}", "data.seq_len=8192", "compute.remat.policy=full"]).config
-        local = LocalSizes.of(config, axes)
-        # multiply-adds of a token in a layer, from the shapes; and the bytes of its float32 gradients on a device
-        shape, moe = config.model, config.model.moe
-        assert moe is not None
-        expert = 3 * shape.embed_dim * shape.expert_width
-        dense = local.layer_weights - moe.experts * expert
-        active, weights = dense + moe.experts_per_token * expert, dense + moe.experts * expert // axes["expert"]
-        alone = axes["data"] * axes["context"] * axes["tensor"] == 1
-        enough = local.tokens * active >= MUCH_COMPUTE * 4 * weights
-        assert reduces_within_turn(config) == (alone and enough) == local.reduces_within_turn, axes
-        found.add((alone, enough))
-    assert found >= {(True, True), (True, False), (False, True)}
+        rows = 8 * axes["data"] * axes["fsdp"] * axes["expert"]
+        adapters = draw.choice([[], [], ["lora.rank=8"]]) if axes["pipeline"] == 1 else []
+        config = load(f"models/{model}", [*mesh, f"data.batch_size={rows}", "trainer.accumulation=4", *adapters]).config
+        partitioner = Partitioner(abstract_mesh(config.mesh, math.prod(axes.values())))
+        program = parallelize(config.model, config.compute, config.precision, partitioner, config.lora).defers
+        assert moves_reductions_itself(config) == program == LocalSizes.of(config, axes).defers_reductions, (axes, adapters)
+        found.add(program)
+    assert found == ({True, False} if model in ("mixtral-8x7b", "deepseek-v2-lite") else {False})
 
 
-def test_gradients_are_reduced_while_the_next_layer_runs_elsewhere() -> None:
-    much = ["mesh.fsdp=8", "data.batch_size=256", "data.seq_len=8192", "compute.remat.policy=full"]
-    assert reduces_within_turn(load("models/mixtral-8x7b", much).config)
-    for axis in MESH_AXES:  # the mesh has no sizes yet
-        assert not reduces_within_turn(load("models/mixtral-8x7b", [*much, f"mesh.{axis}=-1"]).config), axis
-    assert not reduces_within_turn(load("models/mixtral-8x7b", [*much, "mesh.pipeline=2", "trainer.accumulation=4"]).config)
-    assert not reduces_within_turn(load("models/mixtral-8x7b", [*much, "lora.rank=8"]).config), "adapters have small gradients"
-    assert not reduces_within_turn(load("models/mixtral-8x7b", [*much, "mesh.fsdp=1"]).config), "there is nothing to reduce"
-    assert not reduces_within_turn(load("models/llama-3.1-8b", much).config)
+def test_xla_moves_reductions_while_the_mesh_has_no_sizes() -> None:
+    sized = ["mesh.fsdp=8", "data.batch_size=256", "data.seq_len=8192"]
+    assert moves_reductions_itself(load("models/mixtral-8x7b", sized).config)
+    for axis in MESH_AXES:
+        assert not moves_reductions_itself(load("models/mixtral-8x7b", [*sized, f"mesh.{axis}=-1"]).config), axis
 
 
 def test_threads_follow_the_cores_of_a_process_that_shares_its_node() -> None:

@@ -120,7 +120,7 @@ def test_nearly_all_compiled_steps_are_within_five_percent(overlap):
 def test_steps_with_the_flags_of_a_run_take_what_a_run_is_planned_with(case):
     case = case | {"overlap": True, "combined": True}
     assert estimated(case).argument_bytes == pytest.approx(case["argument_bytes"], rel=0.01)
-    assert abs(relative_error(case)) < (0.065 if "1b" in case["config"] else 0.04)
+    assert abs(relative_error(case)) < case.get("within", {}).get(WHOLE, 0.065 if "1b" in case["config"] else 0.04)
 
 
 TOO_HIGH = {"models/phi4-14b": 0.11}
@@ -217,13 +217,13 @@ IN_8_BITS = [case for case in OF_EXPERTS if any("precision.matmul=fp8" in item f
 
 
 def test_a_ring_copies_none_of_what_dots_keeps_of_latent_attention():
-    """DeepSeek V2 Lite on 128 H200 (drawn, seed 72102): with a copy of keys and values 5 % too much is planned. It needs 42.15 GB, of which
-    0.83 are a gap in XLA's heap, which is not planned."""
+    """DeepSeek V2 Lite on 128 H200 (drawn, seed 72102): with a copy of keys and values 5 % too much is planned. It needs 43.06 GB, of which
+    0.93 are a gap in XLA's heap, which is not planned."""
     overrides = ["data.seq_len=2048", "model.max_seq_len=2048", "data.batch_size=1024", "trainer.accumulation=1"]
     overrides += ["compute.remat.policy=dots", "precision.params=bfloat16", "precision.stochastic_rounding=true"]
     overrides += ["precision.moments=bfloat16", "compute.loss_chunk=8192"]
     case = {"config": "models/deepseek-v2-lite", "overrides": overrides, "mesh": {"fsdp": 64, "context": 2}}
-    assert estimated(case | {"overlap": True, "combined": True}).compiled_bytes == pytest.approx((42.15 - 0.83) * 1e9, rel=0.01)
+    assert estimated(case | {"overlap": True, "combined": True}).compiled_bytes == pytest.approx((43.06 - 0.93) * 1e9, rel=0.01)
 
 
 def test_experts_in_8_bits_transpose_what_they_saved():

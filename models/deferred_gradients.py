@@ -1,0 +1,159 @@
+"""Gradients of a layer that are summed over the devices when the backward pass of the next layer runs.
+
+Each device computes a part of a gradient, the sum over its own tokens: an unreduced gradient. XLA can begin its reduction in the next turn
+of the loop over layers (pass collective-pipeliner-forward), but takes two or three layers out of the loop for it, and keeps the unreduced
+gradients of all of these. For alike layers with experts the program does it itself, and launch/environment.py disables the pass:
+
+* Matrices of experts: the loop carries slots, zeros whose gradients are the unreduced gradients of a layer. The layer
+  before it, which comes next in the backward pass, reduces them while it runs the backward pass of its own MLP; that of its attention waits
+  for the sums. So the unreduced gradients of two layers at most are there. The first layer of the backward pass reduces zeros.
+* Vectors (scales of norms): the unreduced gradients of all layers are kept, and summed when the loop is over. Their reductions are small,
+  but each would wait behind the large ones in its layer.
+
+Legend: L layers, R devices that share a sum, B batch, T sequence, D embed width.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ridgeline.models.params import LAYERS, Path, deferral_of
+from ridgeline.sharding.manual import sum_shards
+from ridgeline.sharding.partition import Partitioner, gathered_axes
+from ridgeline.sharding.rules import Axes, LogicalAxes
+
+Arrays = dict[Path, jax.Array]
+Stream = TypeVar("Stream", jax.Array, None)
+"""The residual stream; None: there is none to wait."""
+
+
+class Handed(NamedTuple):
+    """What a layer gets from the layer before it; in the backward pass it gives it the gradients."""
+
+    stacks: Arrays
+    """The matrices of all layers; their gradients are written into one stack, layer by layer."""
+    slots: Arrays
+    """Zeros [R, ...], whose gradients are the unreduced gradients of this layer's matrices."""
+
+
+class Sum(NamedTuple):
+    """How the unreduced gradients of a parameter are summed."""
+
+    axes: LogicalAxes
+    """Of the parameter of one layer."""
+    over: Axes
+    """Mesh axes over which they are partial sums."""
+    dtype: jnp.dtype
+
+    @classmethod
+    def of(cls, partitioner: Partitioner, param: Any) -> Sum | None:
+        """Return that of a stacked parameter; None: it is reduced within its layer."""
+        deferral = deferral_of(param)
+        if deferral is None:
+            return None
+        axes = tuple(axis for axis in param.get_metadata()["axes"] if axis != LAYERS)
+        summed = [axis for logical in deferral.axes for axis in partitioner.rules.mesh_axes(logical)]
+        own = {axis for logical in axes for axis in partitioner.rules.mesh_axes(logical)} - set(gathered_axes(axes))
+        return cls(axes, tuple(axis for axis in summed if axis not in own), deferral.dtype)
+
+    def slot(self, partitioner: Partitioner, shape: tuple[int, ...]) -> jax.Array:
+        """Return zeros [R, ...] for a parameter of this shape."""
+        return jnp.zeros((math.prod(partitioner.mesh.shape[axis] for axis in self.over), *shape), self.dtype)
+
+
+Sums = tuple[tuple[Path, Sum], ...]
+
+
+class Deferred(NamedTuple):
+    """The parameters of a run of layers, divided."""
+
+    parameters: nnx.State
+    """All of them; those below have no gradient here."""
+    vectors: Arrays
+    """Slots [L, R, ...] of the vectors of all layers."""
+    handed: Handed
+    """For the first layer."""
+    sums: Sums
+    """Of the matrices."""
+
+
+def defer(partitioner: Partitioner, stacked: nnx.State) -> Deferred:
+    """Divide the parameters of alike layers, stacked [L, ...]."""
+    flat = dict(nnx.to_flat_state(stacked))
+    sums = {path: found for path, param in flat.items() if (found := Sum.of(partitioner, param)) is not None}
+    values = {path: flat[path][...] for path in sums}
+    for path in sums:
+        flat[path] = flat[path].replace(jax.lax.stop_gradient(values[path]))
+    matrices = tuple((path, each) for path, each in sums.items() if "experts" in each.axes)
+    vectors = {path: _slots_of_layers(partitioner, each, values[path]) for path, each in sums.items() if "experts" not in each.axes}
+    _, handed = hand_over(partitioner, matrices, None, {path: values[path] for path, _ in matrices}, jnp.int32(0))
+    return Deferred(nnx.from_flat_state(list(flat.items())), vectors, handed, matrices)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def hand_over(partitioner: Partitioner, sums: Sums, x_BTD: Stream, stacks: Arrays, layer: jax.Array) -> tuple[Stream, Handed]:
+    """Return the residual stream, and what `layer` (int32 []) gets.
+
+    In the backward pass the unreduced gradients of that layer are summed and written into the stack; the gradient of the residual stream is
+    not used before.
+    """
+    return x_BTD, Handed(stacks, {path: each.slot(partitioner, stacks[path].shape[1:]) for path, each in sums})
+
+
+def _hand_over_forward(
+    partitioner: Partitioner, sums: Sums, x_BTD: Stream, stacks: Arrays, layer: jax.Array
+) -> tuple[tuple[Stream, Handed], jax.Array]:
+    return hand_over(partitioner, sums, x_BTD, stacks, layer), layer
+
+
+def _hand_over_backward(
+    partitioner: Partitioner, sums: Sums, layer: jax.Array, gradients: tuple[Stream, Handed]
+) -> tuple[Stream, Arrays, None]:
+    dx_BTD, (stacks, unreduced) = gradients
+    reduced = {path: sum_shards(partitioner, unreduced[path], each.axes, each.over).astype(stacks[path].dtype) for path, each in sums}
+    dx_BTD, reduced = jax.lax.optimization_barrier((dx_BTD, reduced))
+    # After the last layer comes none: its zeros are written to the place of the last one, whose gradients come after them.
+    put = partial(jax.lax.dynamic_update_index_in_dim, index=layer, axis=0)
+    return dx_BTD, {path: put(stacks[path], each) for path, each in reduced.items()}, None
+
+
+hand_over.defvjp(_hand_over_forward, _hand_over_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _slots_of_layers(partitioner: Partitioner, sum_: Sum, stack_Lx: jax.Array) -> jax.Array:
+    """Return a slot of each layer for a stack of parameters [L, ...]: zeros [L, R, ...]."""
+    slot = sum_.slot(partitioner, stack_Lx.shape[1:])
+    return jnp.zeros((len(stack_Lx), *slot.shape), slot.dtype)
+
+
+def _slots_forward(partitioner: Partitioner, sum_: Sum, stack_Lx: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return _slots_of_layers(partitioner, sum_, stack_Lx), jnp.zeros(0, stack_Lx.dtype)
+
+
+def _slots_backward(partitioner: Partitioner, sum_: Sum, like: jax.Array, gradient_LRx: jax.Array) -> tuple[jax.Array]:
+    return (jnp.sum(gradient_LRx, 1).astype(like.dtype),)
+
+
+_slots_of_layers.defvjp(_slots_forward, _slots_backward)
+
+
+class HandOver:
+    """The function of the residual stream at which a layer hands over to `layer` (int32 []), the next one."""
+
+    def __init__(self, partitioner: Partitioner, sums: Sums, handed: Handed, layer: jax.Array) -> None:
+        self._run = partial(hand_over, partitioner, sums)
+        self._stacks, self._layer = handed.stacks, layer
+        self.following: Handed
+        """For the next layer, after the call."""
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        """Return the residual stream."""
+        x_BTD, self.following = self._run(x_BTD, self._stacks, self._layer)
+        return x_BTD
