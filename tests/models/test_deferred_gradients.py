@@ -18,6 +18,7 @@ from ridgeline.configs.schema import MESH_AXES, AttentionConfig, ComputeConfig, 
 from ridgeline.models.decoder import Decoder
 from ridgeline.sharding.mesh import build_mesh
 from ridgeline.sharding.partition import Partitioner
+from ridgeline.sharding.rules import Rules
 from tests.models.test_backward_order import REMAT, equations
 from tests.models.tiny import BASE, build, tokens
 from tests.sampling import drawn, seed
@@ -50,7 +51,9 @@ KINDS: dict[str, dict[str, Any]] = {
 def model_on(mesh: dict[str, int], policy: str, experts: dict[str, Any], **of_model: Any) -> Decoder:
     moe = {"experts": EXPERTS, "experts_per_token": 2, "expert_dim": HIDDEN}
     shape = BASE | {"vocab_size": 64, "num_layers": LAYERS, "num_heads": 8, "num_kv_heads": 8, "embed_dim": 64, "head_dim": 8, "moe": moe}
-    partitioner = Partitioner(build_mesh(MeshConfig(**{"fsdp": 1} | mesh), jax.devices()[: math.prod(mesh.values())]))
+    sizes = MeshConfig(**{"fsdp": 1} | mesh)
+    rules = Rules.from_config(sizes, stored_by_stage=False)
+    partitioner = Partitioner(build_mesh(sizes, jax.devices()[: math.prod(mesh.values())]), rules)
     attention = AttentionConfig(backend="chunked", chunk=8)
     compute = ComputeConfig(remat=REMAT[policy], attention=attention, experts=ExpertsConfig(**experts))
     return build(ModelConfig(**shape | of_model), compute, PrecisionConfig(compute="float32"), partitioner=partitioner)
