@@ -4,9 +4,9 @@ Each device computes a part of a gradient, the sum over its own tokens: an unred
 of the loop over layers (pass collective-pipeliner-forward), but takes two or three layers out of the loop for it, and keeps the unreduced
 gradients of all of these. For alike layers with experts the program does it itself, and launch/environment.py disables the pass:
 
-* Matrices of experts: the loop carries slots, zeros whose gradients are the unreduced gradients of a layer. The layer
-  before it, which comes next in the backward pass, reduces them while it runs the backward pass of its own MLP; that of its attention waits
-  for the sums. So the unreduced gradients of two layers at most are there. The first layer of the backward pass reduces zeros.
+* Matrices of experts: the loop carries slots, zeros whose gradients are the unreduced gradients of a layer. The layer before it, which
+  comes next in the backward pass, reduces them while it runs the backward pass of its own MLP; that of its attention waits for the sums. So
+  the unreduced gradients of two layers at most are there. The first layer of the backward pass reduces zeros.
 * Vectors (scales of norms): the unreduced gradients of all layers are kept, and summed when the loop is over. Their reductions are small,
   but each would wait behind the large ones in its layer.
 
@@ -24,8 +24,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ridgeline.models.params import LAYERS, Path, deferral_of
-from ridgeline.sharding.manual import sum_shards
-from ridgeline.sharding.partition import Partitioner, gathered_axes
+from ridgeline.sharding.manual import sum_shards, summed_over
+from ridgeline.sharding.partition import Partitioner
 from ridgeline.sharding.rules import Axes, LogicalAxes
 
 Arrays = dict[Path, jax.Array]
@@ -53,18 +53,21 @@ class Sum(NamedTuple):
 
     @classmethod
     def of(cls, partitioner: Partitioner, param: Any) -> Sum | None:
-        """Return that of a stacked parameter; None: it is reduced within its layer."""
+        """Return that of a stacked parameter; None: it is reduced within its layer, or there is nothing to sum."""
         deferral = deferral_of(param)
         if deferral is None:
             return None
         axes = tuple(axis for axis in param.get_metadata()["axes"] if axis != LAYERS)
-        summed = [axis for logical in deferral.axes for axis in partitioner.rules.mesh_axes(logical)]
-        own = {axis for logical in axes for axis in partitioner.rules.mesh_axes(logical)} - set(gathered_axes(axes))
-        return cls(axes, tuple(axis for axis in summed if axis not in own), deferral.dtype)
+        found = cls(axes, summed_over(partitioner, axes, deferral.axes), deferral.dtype)
+        return found if found.devices(partitioner) > 1 else None
+
+    def devices(self, partitioner: Partitioner) -> int:
+        """Return how many devices share a sum."""
+        return math.prod(partitioner.mesh.shape[axis] for axis in self.over)
 
     def slot(self, partitioner: Partitioner, shape: tuple[int, ...]) -> jax.Array:
         """Return zeros [R, ...] for a parameter of this shape."""
-        return jnp.zeros((math.prod(partitioner.mesh.shape[axis] for axis in self.over), *shape), self.dtype)
+        return jnp.zeros((self.devices(partitioner), *shape), self.dtype)
 
 
 Sums = tuple[tuple[Path, Sum], ...]

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ridgeline.models.params import ParamFactory, logical_axes, may_defer, slot_of, use_param
-from ridgeline.sharding.manual import on_shards, unreduced_spec
+from ridgeline.sharding.manual import on_shards, summed_over, unreduced_spec
 
 if TYPE_CHECKING:
     from ridgeline.sharding.partition import Partitioner
@@ -117,13 +117,12 @@ def _times_forward(
 
 def _times_backward(deferred: _Deferred, residuals: tuple[jax.Array, jax.Array], dy_BTD: jax.Array) -> tuple[jax.Array, None, jax.Array]:
     normed_BTD, scale_D = residuals
-    rules = deferred.partitioner.rules
-    spec = rules.spec((*deferred.over, *deferred.axes))
+    spec = deferred.partitioner.rules.spec((*deferred.over, *deferred.axes))
 
     def local(normed_BTD: jax.Array, dy_BTD: jax.Array) -> jax.Array:
         return jnp.sum(normed_BTD * dy_BTD, tuple(range(normed_BTD.ndim - scale_D.ndim)))[None]
 
-    over = tuple(axis for logical in deferred.over for axis in rules.mesh_axes(logical))
+    over = summed_over(deferred.partitioner, deferred.axes, deferred.over)
     run = on_shards(deferred.partitioner, local, (spec, spec), unreduced_spec(deferred.partitioner, deferred.axes, over))
     return dy_BTD * scale_D, None, run(normed_BTD, dy_BTD)
 

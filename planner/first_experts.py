@@ -1,8 +1,9 @@
 """The layers with experts of the backward pass that are not in the loop over layers: they come first.
 
 XLA takes them out of the loop, which it unrolls by two. Nothing waits for weight gradients and their reductions there, and attention is
-computed again as early as its inputs are there. Read from the heaps of compiled steps (GPU backend, jax 0.10.2). Sizes are bytes of one
-device.
+computed again as early as its inputs are there. So in turns of several layers, and in stages; elsewhere alike layers defer their reductions
+(models/deferred_gradients.py), and those outside of the loop are as the others. Read from the heaps of compiled steps (GPU backend, jax
+0.10.2). Sizes are bytes of one device.
 """
 
 from __future__ import annotations

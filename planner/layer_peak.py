@@ -74,7 +74,7 @@ class LayerPeak(MlpPeak):
         down = local.mlp_matrix * local.gradient_itemsize if self.reduced and self.combined and not local.adapted else 0
         if down and local.model.moe is not None and not self.keeps_turns:  # those of the other layers of the turn wait for its end
             down += (self.turn.trained_weights - local.gathered_trained_weights) * local.gradient_itemsize
-        down = 0 if self.defers and self.turn.layers == 1 else down
+        down = 0 if self.defers else down
         sizes = at_end, waiting + more, down, mask, attention
         if ordered_experts.applies(self):
             ordered = ordered_experts.points(self, mask, (at_end * stream, waiting + more), next_layer, at_start=at_start)

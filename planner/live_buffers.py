@@ -115,8 +115,8 @@ class LiveBuffers:
         """Whether the gradients of a turn with experts are reduced before the next turn computes its own.
 
         XLA moves a reduction into the next turn of the loop where only the write into the stack of gradients follows it. Where gradients
-        are summed over data or context too, that second sum follows; and a run with much compute per layer moves none. Gradients of layers
-        without experts are not reduced like this.
+        are summed over data or context too, that second sum follows; and where the model defers reductions XLA moves none. Gradients of
+        layers without experts are not reduced like this.
         """
         local = self.local
         return local.model.moe is not None and not local.adapted and (self.data * local.context > 1 or self.defers)
@@ -130,7 +130,7 @@ class LiveBuffers:
     def deferred_gradients(self) -> int:
         """Bytes of the unreduced gradients of the experts of the layer before, until the backward pass of a layer's MLP is over."""
         local, moe = self.local, self.local.model.moe
-        if moe is None or not self.defers:
+        if moe is None or not self.defers or self.data * local.fsdp * local.context == local.expert:  # nothing to sum
             return 0
         matrices = 3 if local.model.gated_mlp else 2
         weights = moe.experts // local.expert * local.model.embed_dim * local.model.expert_width // local.tensor

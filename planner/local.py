@@ -217,7 +217,7 @@ class LocalSizes:
     @property
     def defers_reductions(self) -> bool:
         """Whether gradients are reduced in the next layer of the backward pass (planner/recompute.py)."""
-        sizes = {"data": self.data, "fsdp": self.fsdp // self.expert, "context": self.context, "pipeline": self.pipeline}
+        sizes = {"data": self.data, "fsdp": self.fsdp, "context": self.context, "pipeline": self.pipeline}
         return defers_reductions(self.model, self.config.compute, sizes, frozen=bool(self.adapted))
 
     @cached_property

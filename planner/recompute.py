@@ -113,10 +113,10 @@ def gradients_first(model: ModelConfig, compute: ComputeConfig, *, frozen: bool,
 def defers_reductions(model: ModelConfig, compute: ComputeConfig, sizes: Mapping[str, int], *, frozen: bool) -> bool:
     """Return whether the gradients of a layer are reduced in the next layer of the backward pass (models/deferred_gradients.py).
 
-    So it is in alike layers with experts, where devices of other mesh axes than `expert` have other tokens. Not in stages, which change
-    microbatches between two layers. sizes: of the mesh axes (missing: 1).
+    So it is in alike layers with experts, where devices have other tokens; over `expert` alone only gradients of norms are, as there is
+    nothing to sum for experts. Not in stages, which change microbatches between two layers. sizes: of the mesh axes (missing: 1).
     """
-    copies = math.prod(sizes.get(axis, 1) for axis in ("data", "fsdp", "context"))
+    copies = math.prod(sizes.get(axis, 1) for axis in ("data", "fsdp", "context", "expert"))
     alike = model.moe is not None and model.layer_period == 1 and compute.scan_layers
     return alike and copies > 1 and sizes.get("pipeline", 1) == 1 and not frozen
 

@@ -67,6 +67,15 @@ def sum_token_shards(partitioner: Partitioner, grad: jax.Array, *axes: str | Non
     return sum_shards(partitioner, grad, axes, partitioner.rules.token_axes)
 
 
+def summed_over(partitioner: Partitioner, axes: LogicalAxes, inputs: LogicalAxes) -> Axes:
+    """Return the mesh axes over which the gradient of a parameter with the logical axes `axes` is a partial sum.
+
+    inputs: logical axes of the dims of activations that it is summed over. Shards of a parameter saw what all devices of their axes have.
+    """
+    own = {axis for logical in axes for axis in partitioner.rules.mesh_axes(logical)} - set(gathered_axes(axes))
+    return tuple(axis for logical in inputs for axis in partitioner.rules.mesh_axes(logical) if axis not in own)
+
+
 def unreduced_spec(partitioner: Partitioner, axes: LogicalAxes, over: Axes) -> PartitionSpec:
     """Return the sharding of partial gradients [R, ...] of a parameter with these logical axes, one per device of `over`."""
     return PartitionSpec(over, *partitioner.rules.spec(axes, without=gathered_axes(axes)))

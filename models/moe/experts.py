@@ -32,13 +32,15 @@ from ridgeline.models.moe.exchange import Exchange, Route
 from ridgeline.models.moe.float8 import Operand, Quantized, matmul, outer, quantize, quantize_experts
 from ridgeline.models.moe.grouped_matmul import GroupedMatmul
 from ridgeline.planner.experts import capacity
-from ridgeline.sharding.manual import on_shards, reduce_gradient, unreduced_spec
+from ridgeline.sharding.manual import on_shards, reduce_gradient, summed_over, unreduced_spec
 
 if TYPE_CHECKING:
     from ridgeline.sharding.rules import Axes
 
 MATRIX_AXES = ("expert_embed", "experts", "mlp")
 """Logical axes of the gate, up and down matrices, all [D, E, F]: XLA gathers and scatters leading dims without a copy."""
+GRADIENT_INPUTS = ("batch", "seq")
+"""Logical axes of the dims of tokens that the gradients of these matrices are summed over."""
 _STREAM = ("batch", "residual_seq", "act_embed")
 Gathered = jax.Array | Int8 | Quantized
 """A parameter as it is communicated."""
@@ -244,7 +246,7 @@ class Experts:
     @property
     def _row_axes(self) -> Axes:
         """Mesh axes whose devices have a part of the gradients of the same experts, which saw the tokens of all devices of `expert`."""
-        return tuple(axis for axis in self._token_axes if axis != "expert")
+        return summed_over(self.matmul.partitioner, MATRIX_AXES, GRADIENT_INPUTS)
 
     @property
     def _gradient_spec(self) -> PartitionSpec:

@@ -20,7 +20,7 @@ from ridgeline.models.lora import adapters_of
 from ridgeline.models.mlp import MLP, activated
 from ridgeline.models.moe.adapters import make_expert_adapters
 from ridgeline.models.moe.biases import HIDDEN_BIAS_AXES, UPDATE_BIAS_AXES, add_biases, weighted_biases
-from ridgeline.models.moe.experts import MATRIX_AXES, Plan
+from ridgeline.models.moe.experts import GRADIENT_INPUTS, MATRIX_AXES, Plan
 from ridgeline.models.moe.input_weights import weighted_rows
 from ridgeline.models.moe.router import ROUTER_AXES, Choice, RouterSums, choose, router_logits, sums_of
 from ridgeline.models.mup import matrix_std
@@ -48,7 +48,7 @@ class MixtureOfExperts(nnx.Module):
         self.up = make.matrix(shape, MATRIX_AXES, std, (0,))
         self.down = make.matrix(shape, MATRIX_AXES, residual_std, (2,))  # [D, E, F] as the others
         for matrix in (self.gate, self.up, self.down):
-            may_defer(matrix, "batch", "seq", dtype=execution.matmul.gradient_dtype)
+            may_defer(matrix, *GRADIENT_INPUTS, dtype=execution.matmul.gradient_dtype)
         self.logit_bias = make.normal((experts,), ("router",), model.init_std) if moe.logit_bias else None
         bias = model.mlp_bias
         self.gate_bias = make.constant((experts, hidden), HIDDEN_BIAS_AXES, 0.0) if bias and model.gated_mlp else None

@@ -461,6 +461,16 @@ AT_END = (LAST, "reductions after the layers")
 """Points of the plan in the backward pass of the first layer, which comes last, and of the tables."""
 
 
+@pytest.mark.parametrize(("mesh", "experts"), [({"fsdp": 8}, 128), ({"fsdp": 2, "expert": 4}, 32), ({"data": 2, "expert": 4}, 32)])
+def test_unreduced_gradients_of_experts_wait_in_the_next_layer_where_they_are_summed(mesh, experts):
+    def waiting(**mesh):
+        local = placed(**mesh)
+        return StepMemory(local, local.attention_backend(), True, True, 1, GpuProgram()).deferred_gradients
+
+    assert waiting(**mesh) == 3 * experts * 2048 * 768 * 4
+    assert waiting(expert=8) == waiting(tensor=4) == waiting() == 0
+
+
 def test_the_components_at_a_point_sum_to_the_heap_there():
     """A missing term shows here where the tolerance of the peak, or another point that is the peak, hides it.
 
