@@ -13,11 +13,14 @@ inputs in host memory: 26.7 and 15.9).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
+
+from ridgeline.models.params import Path
 
 Tree = TypeVar("Tree")
 
@@ -50,6 +53,18 @@ def _backward(residuals: None, gradients: tuple[jax.Array, Tree]) -> tuple[jax.A
 
 
 wait_for_gradients.defvjp(lambda x, slot: ((x, slot), None), _backward)
+
+
+def slot_like_layer(stacked: nnx.State, without: Collection[Path]) -> dict[Path, jax.Array]:
+    """Return a slot for the parameters of one layer of a stack [L, ...], those apart whose gradients are reduced later."""
+    return {path: jnp.zeros(each.shape[1:], each.dtype) for path, each in nnx.to_flat_state(stacked) if path not in without}
+
+
+def with_gradients_sent(parameters: nnx.State, slot: dict[Path, jax.Array]) -> nnx.State:
+    """Return the parameters of a layer; the gradients of those that the slot has are also the slot's."""
+    flat = dict(nnx.to_flat_state(parameters))
+    sent = send_gradients({path: flat[path][...] for path in slot}, slot)
+    return nnx.from_flat_state([(path, each.replace(sent[path]) if path in sent else each) for path, each in flat.items()])
 
 
 def after_forward(run: Callable[..., Tree]) -> Callable[..., Tree]:

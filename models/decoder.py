@@ -19,7 +19,7 @@ from flax import nnx
 from ridgeline.configs.model_schema import ModelConfig
 from ridgeline.models.attention.layer import AttendWith
 from ridgeline.models.attention.masks import chunk_segments, soft_cap
-from ridgeline.models.backward_order import after_forward, send_gradients, wait_for_gradients
+from ridgeline.models.backward_order import after_forward, slot_like_layer, wait_for_gradients, with_gradients_sent
 from ridgeline.models.block import Block
 from ridgeline.models.deferred_gradients import HandOver, defer
 from ridgeline.models.family import Family
@@ -209,16 +209,20 @@ class Decoder(nnx.Module):
         places = LayerPlaces.of(model, first, stacks)
         execution = self.execution.for_layers(places.count)
         structures, stacked = zip(*map(nnx.split, stacks), strict=True)
-        defers = execution.defers and places.count > 1 and model.has_experts(first)
-        deferred = defer(execution.partitioner, stacked[0]) if defers else None
-        given = stacked if deferred is None else [deferred.parameters]
+        experts_until = np.cumsum([model.has_experts(layer) for layer in range(first, first + places.count)])
+        defers = execution.defers and places.count > 1 and experts_until[-1] > 0
+        alike = len(stacks) == 1
+        deferred = defer(execution.partitioner, stacked[-1], begins=alike) if defers else None
+        given = stacked if deferred is None else [*stacked[:-1], deferred.parameters]
         keys = None if dropout_key is None else jax.random.split(jax.random.fold_in(dropout_key, first), places.count)
         layers: list[tuple[Any, ...]] = [
             (parameters, execution.matmul.amax_of_layers(parameters), None if keys is None else keys[places.layers_of(stack)])
             for stack, parameters in enumerate(given)
         ]
         if deferred is not None:
-            layers = [(*layers[0], deferred.vectors, jnp.arange(places.count))]
+            vectors = [*({} for _ in stacks[:-1]), deferred.vectors]
+            following = [jnp.asarray(experts_until[places.layers_of(stack)]) for stack in range(len(stacks))]
+            layers = [(*of_stack, *others) for of_stack, *others in zip(layers, vectors, following, strict=True)]
         tables = {windowed: self.rotary(positions_BT, windowed=windowed) for windowed in sorted(set(places.windowed))}
         segments = {windowed: self.visible_segments(segment_ids_BT, x_BTD.shape[:2], windowed=windowed) for windowed in tables}
         everywhere = self._attend_everywhere(positions_BT, segment_ids_BT)
@@ -226,28 +230,32 @@ class Decoder(nnx.Module):
         def block_of(windowed: bool, stack: int, at: int | None) -> Callable[[jax.Array, Any], tuple[Any, RouterSums | None]]:
             """Return the function of a layer.
 
-            Its second argument: parameters, their amax and the key of dropout; for layers in order a pair of these and the slot. Where
-            gradients are deferred a pair of these, the slots of vectors and the index, and what the layer before hands over; then the
-            function also returns what the layer hands over.
+            Its second argument: parameters, their amax and the key of dropout, where gradients are deferred also the slots of vectors and
+            the index of the next layer with experts among these; for layers in order a pair of these and the slot. Where gradients are
+            deferred a pair of that and of what the layer before hands over; then the function also returns what the layer hands over.
             `at`: its index in layers that are passed instead of it; it is chosen within what is recomputed, or a copy of its parameters
             would be kept for the backward pass.
             """
 
             def block(x_BTD: jax.Array, given: Any) -> tuple[Any, RouterSums | None]:
-                passed: Any
-                layer, passed = given if execution.in_order or deferred is not None else (given, None)
+                handed: Any
+                given, handed = given if deferred is not None else (given, None)
+                layer, slot = given if execution.in_order else (given, None)
                 parameters, amax, key, *of_deferred = layer if at is None else jax.tree.map(lambda stack: stack[at], layer)
-                parameters = send_gradients(parameters, passed) if execution.in_order and passed is not None else parameters
-                block = nnx.merge(structures[stack], parameters)
+                block = nnx.merge(structures[stack], parameters if slot is None else with_gradients_sent(parameters, slot))
                 set_amax(block, amax)
                 set_dropout(block, key)
                 attend_with = everywhere if model.local_span is not None and not windowed else None
                 inputs = x_BTD, tables[windowed], segments[windowed], attend_with
                 if deferred is None:
                     return block(*inputs), router_sums(block)
-                vectors, index = of_deferred
-                set_slots(block, passed.slots | vectors)
-                hand_over = HandOver(execution.partitioner, deferred.sums, passed, index + 1)
+                vectors, following = of_deferred
+                if stack == len(stacks) - 1:
+                    set_slots(block, handed.slots | vectors)
+                    handed = handed.without_slots()
+                if handed.slots or (stack > 0 and not alike):  # nothing to hand over: for a later layer already, or a dense one follows
+                    return (block(*inputs), handed), router_sums(block)
+                hand_over = HandOver(execution.partitioner, deferred.sums, handed, following)
                 return (block(*inputs, hand_over), hand_over.following), router_sums(block)
 
             return execution.remat.wrap_block(block)
@@ -258,15 +266,19 @@ class Decoder(nnx.Module):
             return block if deferred is None else lambda carry, layer: block(carry[0], (layer, carry[1]))
 
         unroll = execution.scan_unroll if execution.scan_layers else None
-        slots = [jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), each) for each in stacked] if execution.in_order else None
+        slots = None
+        if execution.in_order:
+            later = set() if deferred is None else {path for path, _ in deferred.sums} | deferred.vectors.keys()
+            slots = [slot_like_layer(each, later if stack == len(stacks) - 1 else ()) for stack, each in enumerate(stacked)]
         scan = functools.partial(
             scan_layers,
+            slots=slots,
             saves_first=execution.saves_first,
             splits_turns=execution.splits_turns,
             across_turns=execution.across_turns,
         )
         if deferred is None:
-            return scan(places, layers, run, x_BTD, unroll=unroll, slots=slots)
+            return scan(places, layers, run, x_BTD, unroll=unroll)
         (x_BTD, _), sums = scan(places, layers, run, (x_BTD, deferred.handed), unroll=unroll)
         return x_BTD, sums
 
@@ -357,9 +369,9 @@ def scan_layers(
       layers: of each stack, arrays with a leading dim of its layers.
       run: (windowed, stack, at) -> function (carry, layer) -> (carry, result); with `at` the function gets several layers of the stack, of
         which it is to run number `at`.
-      carry: before the first layer.
+      carry: before the first layer: the residual stream, or a tuple that begins with it.
       unroll: layers per turn of the scan at least; None: no scan.
-      slots: of each stack, arrays like the parameters of one layer; the backward passes of the layers of a turn, and of those of the rest,
+      slots: of each stack, arrays like parameters of one layer; the backward passes of the layers of a turn, and of those of the rest,
         then follow each other (models/backward_order.py), and functions get (layer, slot or None) in place of the layer.
       across_turns: so do the last layer of a turn and the first of the next one, which the scan carries a slot for.
       saves_first: the backward pass of the scan begins when all that it saved is there (models/backward_order.py).
@@ -378,8 +390,9 @@ def scan_layers(
             return carry, layer, None
         if following is None:
             return carry, (layer, slot), None
-        carry, sent = wait_for_gradients(carry, slots[following])
-        return carry, (layer, slot), sent
+        x_BTD, *others = carry if isinstance(carry, tuple) else (carry,)
+        x_BTD, sent = wait_for_gradients(x_BTD, slots[following])
+        return (x_BTD, *others) if others else x_BTD, (layer, slot), sent
 
     slot = slots[places.stack[0]] if slots is not None and across_turns and whole else None
     if whole:

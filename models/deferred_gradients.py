@@ -2,11 +2,13 @@
 
 Each device computes a part of a gradient, the sum over its own tokens: an unreduced gradient. XLA can begin its reduction in the next turn
 of the loop over layers (pass collective-pipeliner-forward), but takes two or three layers out of the loop for it, and keeps the unreduced
-gradients of all of these. For alike layers with experts the program does it itself, and launch/environment.py disables the pass:
+gradients of all of these. For layers with experts the program does it itself, and launch/environment.py disables the pass:
 
 * Matrices of experts: the loop carries slots, zeros whose gradients are the unreduced gradients of a layer. The layer before it, which
   comes next in the backward pass, reduces them while it runs the backward pass of its own MLP; that of its attention waits for the sums. So
-  the unreduced gradients of two layers at most are there. The first layer of the backward pass reduces zeros.
+  the unreduced gradients of two layers at most are there, and layers follow each other, also those of several kinds that take turns in
+  the loop. Where layers without experts come between, the first of these reduces them. The first layer of the backward pass may reduce
+  zeros.
 * Vectors (scales of norms): the unreduced gradients of all layers are kept, and summed when the loop is over. Their reductions are small,
   but each would wait behind the large ones in its layer.
 
@@ -39,7 +41,11 @@ class Handed(NamedTuple):
     stacks: Arrays
     """The matrices of all layers; their gradients are written into one stack, layer by layer."""
     slots: Arrays
-    """Zeros [R, ...], whose gradients are the unreduced gradients of this layer's matrices."""
+    """Zeros [R, ...], whose gradients are the unreduced gradients of this layer's matrices; none where the next layer has no experts."""
+
+    def without_slots(self) -> Handed:
+        """Return what is left when a layer has its slots."""
+        return Handed(self.stacks, {})
 
 
 class Sum(NamedTuple):
@@ -86,8 +92,8 @@ class Deferred(NamedTuple):
     """Of the matrices."""
 
 
-def defer(partitioner: Partitioner, stacked: nnx.State) -> Deferred:
-    """Divide the parameters of alike layers, stacked [L, ...]."""
+def defer(partitioner: Partitioner, stacked: nnx.State, *, begins: bool) -> Deferred:
+    """Divide the parameters of layers with experts, stacked [L, ...]; `begins`: the first layer that runs is one of them."""
     flat = dict(nnx.to_flat_state(stacked))
     sums = {path: found for path, param in flat.items() if (found := Sum.of(partitioner, param)) is not None}
     values = {path: flat[path][...] for path in sums}
@@ -95,7 +101,9 @@ def defer(partitioner: Partitioner, stacked: nnx.State) -> Deferred:
         flat[path] = flat[path].replace(jax.lax.stop_gradient(values[path]))
     matrices = tuple((path, each) for path, each in sums.items() if "experts" in each.axes)
     vectors = {path: _slots_of_layers(partitioner, each, values[path]) for path, each in sums.items() if "experts" not in each.axes}
-    _, handed = hand_over(partitioner, matrices, None, {path: values[path] for path, _ in matrices}, jnp.int32(0))
+    handed = Handed({path: values[path] for path, _ in matrices}, {})
+    if begins:
+        _, handed = hand_over(partitioner, matrices, None, handed.stacks, jnp.int32(0))
     return Deferred(nnx.from_flat_state(list(flat.items())), vectors, handed, matrices)
 
 

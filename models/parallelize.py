@@ -50,13 +50,13 @@ class Execution:
     experts: Experts | None = None
     """The routed experts of a layer; None: the model has none."""
     in_order: bool = False
-    """The backward passes of the layers of a turn follow each other (models/backward_order.py)."""
+    """Slots give the backward passes of the layers of a turn their order (models/backward_order.py)."""
     across_turns: bool = False
     """So do the last layer of a turn and the first of the next one."""
     saves_first: bool = False
     """The backward pass of the loop over layers begins when all that it saved is there (models/backward_order.py)."""
     defers: bool = False
-    """Gradients of alike layers with experts are reduced in the next layer of the backward pass (models/deferred_gradients.py)."""
+    """Gradients of layers with experts are reduced in the next layer of the backward pass (models/deferred_gradients.py)."""
     splits_turns: bool = False
     """The layers of a turn of the loop have arrays of their own, made before it (models/decoder.py: scan_layers)."""
 
@@ -173,6 +173,6 @@ def parallelize(
 
     # 8. Scan over layers: one compiled block, applied num_layers times. A stage would keep what a layer chose of the parameters of a turn.
     splits = shape["pipeline"] > 1 and not remat.recomputes_blocks
-    order = {"in_order": ordered, "across_turns": across_turns, "saves_first": saved, "splits_turns": splits}
-    order["defers"] = defers_reductions(model, compute, shape, frozen=frozen)
+    defers = defers_reductions(model, compute, shape, frozen=frozen)
+    order = {"in_order": ordered, "across_turns": across_turns, "defers": defers, "saves_first": saved, "splits_turns": splits}
     return Execution(partitioner, matmul, remat, attention, compute.scan_layers, compute.scan_unroll, experts, **order)

@@ -198,7 +198,7 @@ class ExpertsPeak(LiveBuffers):
         # `backward` adds one stream in float32
         streams = expert_layers.attention(local) + 4 * local.stream_bytes - 4 * local.tokens * local.model.embed_dim // local.tensor
         return [
-            ("its MLP", (gates + 1) * local.hidden_bytes + self.turn.padded_gradients() + 2 * local.row_bytes, streams, 0, 0, mask),
+            ("its MLP", (gates + 1) * local.hidden_bytes + 2 * local.row_bytes, streams, 0, 0, mask),
             ("its MLP", hidden + (4 if self.turn.recomputes else 3) * local.row_bytes + slots * local.slot_bytes, streams, 0, 0, mask),
         ]
 

@@ -61,7 +61,7 @@ class LayerPeak(MlpPeak):
         at_end = 5 if 1 in (local.tensor, local.rows) else STREAMS_IN_FLIGHT
         # 8-bit matmuls: the input of down for its weight gradient, and the gradient of a hidden activation in both layouts, one byte each
         quantized = 3 * hidden // local.compute_itemsize if recomputes and local.config.precision.eight_bit else 0
-        of_experts = self.expert_rows_in_flight() + self.turn.padded_gradients() + SLOTS_IN_FLIGHT * local.slot_bytes
+        of_experts = self.expert_rows_in_flight() + SLOTS_IN_FLIGHT * local.slot_bytes
         if self.experts_late and again.inputs:
             # weight gradients come later: the gradients of the results are there too, and the gathered tokens are not
             of_experts += local.row_bytes - local.slot_bytes

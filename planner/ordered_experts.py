@@ -1,10 +1,11 @@
 """Points in layers with experts that follow each other in the backward pass (models/backward_order.py) where memory can peak.
 
-A layer waits for the weight gradients of the layer two before it, from turn to turn, and is computed again only when its gradient is there:
-so little is left to XLA's scheduler. It gathers the weights of a turn in the turn before. The second layer of a turn needs most: the weight
-gradients of the layer before are there, what those of its attention are computed from, and the weights of the layers after these two.
-("Before" and "after" are in the order of the backward pass.) Read from the heaps of compiled steps of gpt-oss and Llama 4 Scout (GPU
-backend, jax 0.10.2). Sizes are bytes of one device.
+A layer waits for the weight gradients of the layer two before it, of experts for those of the layer before it
+(models/deferred_gradients.py), from turn to turn, and is computed again only when its gradient is there: so little is left to XLA's
+scheduler. It gathers the weights of a turn in the turn before. The second layer of a turn needs most: the weight gradients of the layer
+before are there, what those of its attention are computed from, and the weights of the layers after these two. ("Before" and "after" are in
+the order of the backward pass.) Read from the heaps of compiled steps of gpt-oss and Llama 4 Scout (GPU backend, jax 0.10.2). Sizes are
+bytes of one device.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from ridgeline.planner import expert_layers, narrow_experts
 from ridgeline.planner.experts_peak import Point
 from ridgeline.planner.live_buffers import LiveBuffers
 from ridgeline.planner.local import LocalSizes
-from ridgeline.planner.recompute import recomputed
+from ridgeline.planner.recompute import FROM_BLOCK_INPUTS, recomputed
 
 AHEAD = 2
 """Layers of the next turn whose weights are gathered at the end of a turn; without tensor all but one, if that is more."""
@@ -38,9 +39,11 @@ def points(live: LiveBuffers, mask: int, at_end: tuple[int, int], next_layer: in
     weights = (local.model.layer_period - 2) * live.gathered_layer() - next_layer
     narrow = local.config.precision.eight_bit
     layers = AHEAD if local.tensor > 1 else max(AHEAD, local.model.layer_period - 1)
-    ahead, waiting = layers * live.gathered_layer() - next_layer, at_end[1] + _gradients(live)
+    ahead, one_layer = layers * live.gathered_layer() - next_layer, live.defers and local.ties_weight_gradients
+    pending = 0 if one_layer and not at_start else _pending(live)
+    waiting = at_end[1] + (0 if one_layer else _pending(live))
     return [
-        *(_in_narrow_experts(live, weights, mask) if narrow else _in_experts(live, weights, ahead, mask, at_start=at_start)),
+        *(_in_narrow_experts(live, weights, pending, mask) if narrow else _in_experts(live, weights, ahead, pending, mask)),
         ("its end", local.hidden_bytes, at_end[0], ahead, waiting, mask),
     ]
 
@@ -59,25 +62,34 @@ def _gradients(live: LiveBuffers) -> int:
     return (_gates(live.local) + 1) * live.local.mlp_matrix * live.local.gradient_itemsize if live.reduced else 0
 
 
-def _in_experts(live: LiveBuffers, weights: int, ahead: int, mask: int, *, at_start: bool) -> list[Point]:
+def _pending(live: LiveBuffers) -> int:
+    """Return the size of the gradients that wait beside those of the layer.
+
+    Those of the layer before. Where these are deferred, one matrix less if the MLP is computed again: they are reduced one after the other.
+    `LayerPeak` adds those of the layer before in the loop (`LiveBuffers.deferred_gradients`), and where weight gradients are tied to their
+    layer no others wait there. (Heaps of gpt-oss and Scout with few tokens.)
+    """
+    gates, again = _gates(live.local), live.local.config.compute.remat.policy in FROM_BLOCK_INPUTS
+    return _gradients(live) * gates // (gates + 1) if live.defers and again else _gradients(live)
+
+
+def _in_experts(live: LiveBuffers, weights: int, ahead: int, pending: int, mask: int) -> list[Point]:
     """Return the points in experts with 16-bit matmuls.
 
     When the gradients of the rows by gate and by up are there, and are summed into slots, with the inputs of the rows and the gradients of
     their results (where the weight gradients of gate and up come first, as of alike layers: `ExpertsPeak._after_weight_gradients`); hidden
-    activations whose width is padded are there once more, also those that are computed again. Where values within
-    blocks come from host memory, their copies hide the gathers for the next turn, whose weights are there too, and with constants in place
-    of measured times values of the next layer (heaps of gpt-oss over expert=4 on H100s and expert=8 on A100s).
-    When the gradients of the biases of gate and up are computed, from these gradients in whole tiles of rows, with the matrices of gate and
-    up; in the loop, where tokens are gathered over expert and not over context, the weights of the next turn are there too. Where tokens
-    are gathered for experts with a capacity, before their rows are there (`_before_rows`). And where values come from host memory and
-    weight gradients are not tied: the weight gradients of the layer before are computed only now. Where the weights multiply the experts'
-    inputs and tokens are sent without a capacity, when the kernel that reads gate, up and the gradient of the input of down has written
-    their gradients, that input and what the gradient of the weights is summed from (heaps of Scout over expert=16).
+    activations whose width is padded are there once more, also those that are computed again. Where values within blocks come from host
+    memory, their copies hide the gathers for the next turn, whose weights are there too, and with constants in place of measured times
+    values of the next layer (heaps of gpt-oss over expert=4 on H100s and expert=8 on A100s).
+    Where tokens are gathered for experts with a capacity, before their rows are there (`_before_rows`). And where values come from host
+    memory and weight gradients are not tied: the weight gradients of the layer before are computed only now. Where the weights multiply the
+    experts' inputs and tokens are sent without a capacity, when the kernel that reads gate, up and the gradient of the input of down has
+    written their gradients, that input and what the gradient of the weights is summed from (heaps of Scout over expert=16).
 
-    weights: gathered ones of later layers; `ahead`: at the end of a turn.
+    weights: gathered ones of later layers; `ahead`: at the end of a turn. pending: `_pending`.
     """
     local, moe = live.local, live.local.model.moe
-    gates, pending, matrix = _gates(local), _gradients(live), local.mlp_matrix * local.matrix_itemsize
+    gates, matrix = _gates(local), local.mlp_matrix * local.matrix_itemsize
     hidden = max((gates + 1) * local.hidden_bytes, 2 * gates * local.padded_hidden_bytes * local.pads_hidden)
     shared = moe is not None and moe.shared_experts > 0
     streams = 2 * expert_layers.attention(local) + (6 if shared else 3) * local.stream_bytes + 5 * local.cut_stream_bytes
@@ -96,11 +108,6 @@ def _in_experts(live: LiveBuffers, weights: int, ahead: int, mask: int, *, at_st
         found.append(("its MLP", _before_rows(local), streams, weights, pending, mask))
     if moe is not None and moe.scale_input and local.sends_uncapped and local.tensor == 1:
         found.append(("its MLP", (3 * gates + 1) * local.hidden_bytes + 3 * local.row_bytes, streams, weights, pending, mask))
-    if padded := live.turn.padded_gradients():
-        hidden = (2 * gates if local.weight_gradients_first else gates + 1) * local.hidden_bytes
-        in_tiles = hidden + padded + 2 * local.row_bytes + local.stream_bytes
-        early_weights = ahead if gathers_tokens(local) and local.context == 1 and not at_start else weights
-        found.append(("its MLP", in_tiles, streams, early_weights + gates * matrix, pending, mask))
     if fetches and not local.ties_weight_gradients:
         operands = 2 * (gates + 1) * local.hidden_bytes + 5 * local.row_bytes
         found.append(("its MLP", operands, streams, ahead, pending * gates // (gates + 1), mask))
@@ -118,13 +125,13 @@ def _before_rows(local: LocalSizes) -> int:
     return gathered + local.row_bytes + _gates(local) * local.hidden_bytes
 
 
-def _in_narrow_experts(live: LiveBuffers, weights: int, mask: int) -> list[Point]:
+def _in_narrow_experts(live: LiveBuffers, weights: int, pending: int, mask: int) -> list[Point]:
     """Return the points in experts with 8-bit matmuls (narrow_experts.in_order), with the matrices of gate and up; with a capacity also the
     tokens' slots (heap of Scout over tensor and expert)."""
     local = live.local
     again = recomputed(local.model, local.config.compute.remat)
     weights += _gates(local) * local.mlp_matrix * local.matrix_itemsize
-    pending = _gradients(live) if local.ties_weight_gradients else 0
+    pending = pending if local.ties_weight_gradients else 0
     slots = local.slot_bytes if expert_layers.capped(local) else 0
     return [
         ("its MLP", hidden, others + slots, weights, pending, mask)

@@ -91,9 +91,8 @@ def in_scan(model: ModelConfig, compute: ComputeConfig) -> bool:
 def in_order(model: ModelConfig, compute: ComputeConfig, *, frozen: bool) -> bool:
     """Return whether the backward passes of the layers of a turn follow each other (models/backward_order.py).
 
-    So it is for layers of several kinds, of those with experts where at least the inputs of MLP down are computed again: with other
-    policies nothing is gained (gpt-oss, `dots` and `none`: memory within 2 %; Llama 4 Scout, fsdp=64 x tensor=4, `full`: 39.5 GB without,
-    17.5 in order).
+    So it is for layers of several kinds, of those with experts where at least the inputs of MLP down are computed again (Llama 4 Scout,
+    fsdp=64 x tensor=4, `full`: 39.5 GB without, 17.5 in order). Where gradients are deferred (`defers_reductions`), that gives the order.
 
     frozen: only adapters are trained.
     """
@@ -113,12 +112,12 @@ def gradients_first(model: ModelConfig, compute: ComputeConfig, *, frozen: bool,
 def defers_reductions(model: ModelConfig, compute: ComputeConfig, sizes: Mapping[str, int], *, frozen: bool) -> bool:
     """Return whether the gradients of a layer are reduced in the next layer of the backward pass (models/deferred_gradients.py).
 
-    So it is in alike layers with experts, where devices have other tokens; over `expert` alone only gradients of norms are, as there is
-    nothing to sum for experts. Not in stages, which change microbatches between two layers. sizes: of the mesh axes (missing: 1).
+    So it is of layers with experts, where devices have other tokens; over `expert` alone only gradients of norms are, as there is nothing
+    to sum for experts. Not in stages, which change microbatches between two layers. sizes: of the mesh axes (missing: 1).
     """
     copies = math.prod(sizes.get(axis, 1) for axis in ("data", "fsdp", "context", "expert"))
-    alike = model.moe is not None and model.layer_period == 1 and compute.scan_layers
-    return alike and copies > 1 and sizes.get("pipeline", 1) == 1 and not frozen
+    experts = model.moe is not None and compute.scan_layers
+    return experts and copies > 1 and sizes.get("pipeline", 1) == 1 and not frozen
 
 
 def saves_first(model: ModelConfig, compute: ComputeConfig, *, tensor: int, pipeline: int) -> bool:

@@ -20,8 +20,6 @@ from ridgeline.planner.recompute import gradients_first, in_order
 
 NORMS = {"pre": 2, "post": 2, "both": 4}
 """Norms of residual streams in a layer, by model.norm_position."""
-WHOLE_TILES = 1024
-"""A matmul that sums over this many rows, or a multiple, is not padded."""
 FEW_TOKENS = 2**16
 """Tokens of a device and microbatch up to which XLA fuses the kernels around a norm's backward pass in one way, and with more in another.
 
@@ -60,7 +58,9 @@ class Turn:
 
         Such a turn is as a loop of equal layers; the weight gradients of one layer are pending in the next one's backward pass.
         """
-        return self.overlap and in_order(self.local.model, self.local.config.compute, frozen=bool(self.local.adapted))
+        local = self.local
+        deferring = local.model.layer_period > 1 and local.defers_reductions
+        return self.overlap and (deferring or in_order(local.model, local.config.compute, frozen=bool(local.adapted)))
 
     @property
     def gradients_first(self) -> bool:
@@ -258,13 +258,6 @@ class Turn:
         local, moe = self.local, self.local.model.moe
         kept = self.layers > 1 and not self.recomputes and local.sends_uncapped and local.tensor > 1
         return self.layers // moe.every * local.slot_bytes if moe is not None and kept else 0
-
-    def padded_gradients(self) -> int:
-        """Return the size of the gradients of gate and up that are copied to rows of whole tiles, for the gradients of experts' biases."""
-        local = self.local
-        if local.model.moe is None or not local.model.mlp_bias or local.adapted or local.expert_rows % WHOLE_TILES == 0:
-            return 0
-        return (2 if local.model.gated_mlp else 1) * local.hidden_bytes
 
     def norm_gradients(self) -> int:
         """Return the size of the float32 gradients of the norms of a turn before their sums over tokens, which wait for its end."""

@@ -50,10 +50,10 @@ def _add_backward(experts: Experts, residuals: Any, dhidden_RF: Arrays) -> tuple
     partitioner = experts.matmul.partitioner
 
     def local(dhidden_RF: Arrays, plan: Plan) -> tuple[Arrays, Arrays]:
-        # A matmul: a scatter adds rows one after another. Rows of no expert have no gradient.
-        expert_R = _expert_of_rows(experts, plan, dhidden_RF[0].shape[0])
-        row_RE = (expert_R[:, None] == jnp.arange(plan.load_E.shape[0])).astype(dhidden_RF[0].dtype)
-        sums: Arrays = tuple(jnp.einsum("re,rf->ef", row_RE, dh_RF, preferred_element_type=jnp.float32) for dh_RF in dhidden_RF)
+        # In a kernel of their own: the one that computes these gradients, fused with sums, would not write them in the place of its inputs
+        # (gpt-oss, data=2 x fsdp=2 x expert=8, block inputs in host memory: 73.4 GB, and 62.6 so).
+        dhidden_RF = jax.lax.optimization_barrier(dhidden_RF)
+        sums: Arrays = tuple(experts.kernel.sums(dh_RF, plan.load_E) for dh_RF in dhidden_RF)  # rows of no expert have no gradient
         if not experts.matmul.frozen:
             dhidden_RF, sums = tie_weight_gradients(dhidden_RF, sums, dhidden_RF[0])
         grads = [grad.astype(experts.matmul.gradient_dtype) for grad in sums]

@@ -50,6 +50,16 @@ class GroupedMatmul(Protocol):
     def outer(self, x_RI: jax.Array, y_RO: jax.Array, load_E: jax.Array, dtype: jnp.dtype) -> jax.Array:
         """Return the sum over each expert's rows of x times y, [I, E, O] in `dtype`. Rows of no expert are 0 in one of them."""
 
+    def sums(self, y_RO: jax.Array, load_E: jax.Array) -> jax.Array:
+        """Return the sum of each expert's rows, [E, O] in float32. Rows of no expert are 0."""
+
+
+def _sums_by_expert(y_XO: jax.Array, expert_X: jax.Array, experts: int) -> jax.Array:
+    """Return the sum of the rows of each expert, [E, O] in float32, as a matmul: a scatter adds rows one after another."""
+    row_XE = (expert_X[:, None] == jnp.arange(experts)).astype(y_XO.dtype)
+    exact = jax.lax.Precision.HIGHEST
+    return jnp.einsum("xe,xo->eo", row_XE, y_XO, preferred_element_type=jnp.float32, precision=exact)
+
 
 @dataclass(frozen=True)
 class Ragged:
@@ -78,6 +88,11 @@ class Ragged:
         numbers = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[])
         return jax.lax.ragged_dot_general(x_RI, y_RO, load_E, numbers, preferred_element_type=dtype).swapaxes(0, 1)
 
+    def sums(self, y_RO: jax.Array, load_E: jax.Array) -> jax.Array:
+        """See `GroupedMatmul`."""
+        expert_R = jnp.searchsorted(jnp.cumsum(load_E), jnp.arange(y_RO.shape[0]), side="right", method="compare_all")
+        return _sums_by_expert(y_RO, expert_R, load_E.shape[0])
+
 
 @dataclass(frozen=True)
 class Capacity:
@@ -103,6 +118,10 @@ class Capacity:
         x_RI, y_RO = _wide(x_RI), _wide(y_RO)
         experts = load_E.shape[0]
         return jnp.einsum("eci,eco->ieo", _split(x_RI, experts), _split(y_RO, experts), preferred_element_type=dtype)
+
+    def sums(self, y_RO: jax.Array, load_E: jax.Array) -> jax.Array:
+        """See `GroupedMatmul`."""
+        return jnp.sum(_split(y_RO, load_E.shape[0]), 1, dtype=jnp.float32)
 
 
 def _split(x_RI: jax.Array, experts: int) -> jax.Array:
@@ -254,6 +273,12 @@ class Blocks:
         padding = experts * (self.block - 1)
         most = rows + (self.block - 1) / 2 - padding  # `rows` has whole blocks
         return min(rows, round(self.filled * most + padding / 2))
+
+    def sums(self, y_RO: jax.Array, load_E: jax.Array) -> jax.Array:
+        """See `GroupedMatmul`. Of each block first: XLA would copy all rows, to pad their number for a matmul that sums over them."""
+        y_XO = jnp.sum(y_RO.reshape(-1, self.block, y_RO.shape[1]), 1, dtype=jnp.float32)
+        expert_X = jnp.searchsorted(jnp.cumsum(self._blocks(load_E)), jnp.arange(y_XO.shape[0]), side="right", method="compare_all")
+        return _sums_by_expert(y_XO, expert_X, load_E.shape[0])
 
     def _blocks(self, load_E: jax.Array) -> jax.Array:
         """Return the number of blocks of each expert."""

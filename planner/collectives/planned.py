@@ -10,7 +10,7 @@ from ridgeline.configs.pipeline import data_summed_once, of_stage
 from ridgeline.configs.schema import MESH_AXES, Config
 from ridgeline.planner.parameters import latent_width
 from ridgeline.planner.pipeline import Schedule
-from ridgeline.planner.recompute import defers_reductions
+from ridgeline.planner.recompute import FROM_BLOCK_INPUTS, defers_reductions
 
 Where = Literal["layer", "embed", "loss", "optimizer"]
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "collective-permute", "all-to-all", "ragged-all-to-all"]
@@ -96,6 +96,10 @@ class StepSizes:
         self.ring = config.compute.tensor_overlap == "ring" and self.tensor > 1
         self.defers = scanned and self.model.moe_layers > 1 and defers_reductions(self.model, config.compute, sizes, frozen=self.frozen)
         """Gradients of layers with experts are summed after their layer (models/deferred_gradients.py)."""
+        turns_outside = gpu and self.model.layer_period > 1 and config.compute.remat.policy not in FROM_BLOCK_INPUTS
+        self.zeros = self.micro if self.defers and not turns_outside else 0
+        """Reductions of zeros, in the first layer of the backward pass. XLA takes the first turn of several layers out of the loop where the
+        inputs of MLP down are kept, and sees the zeros then."""
 
     def over(self, *axes: str) -> tuple[str, ...]:
         """Return the axes with more than one device over which the program of a stage communicates."""
@@ -110,16 +114,17 @@ class StepSizes:
         return [replace(item, count=item.count * layers // self.model.num_layers) for item in planned]
 
     def deferred(self, what: str, planned: list[PlannedCollective]) -> list[PlannedCollective]:
-        """Return the collectives of layers; where the gradients of `what` are deferred with one reduction more, of zeros."""
-        more = self.micro if self.defers else 0
-        return [replace(item, count=item.count + more) if item.what == what and item.kind != "all-gather" else item for item in planned]
+        """Return the collectives of layers; where the gradients of `what` are deferred with those of zeros."""
+        return [
+            replace(item, count=item.count + self.zeros) if item.what == what and item.kind != "all-gather" else item for item in planned
+        ]
 
     def summed_once(self, planned: list[PlannedCollective]) -> list[PlannedCollective]:
         """Return the reductions of the gradients of vectors of every layer; where these are deferred as one for all layers with experts."""
         if not self.defers or not planned:
             return planned
         axes = tuple(axis for axis in MESH_AXES if any(axis in item.axes for item in planned))
-        once = replace(planned[0], axes=axes, bytes=planned[0].bytes * self.model.moe_layers, count=self.micro)
+        once = replace(planned[0], axes=axes, bytes=planned[0].bytes * self.model.moe_layers, count=self.micro, summed=True)
         dense = self.in_layers(self.model.dense_layers, planned) if self.model.dense_layers else []
         return [once, *(replace(item, what=f"{item.what} of dense layers") for item in dense)]
 

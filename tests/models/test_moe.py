@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from typing import Any
 
 import jax
@@ -27,7 +28,7 @@ from ridgeline.planner.local import LocalSizes
 from ridgeline.sharding.mesh import build_mesh
 from ridgeline.sharding.partition import Partitioner
 from tests.models import tiny
-from tests.sampling import drawn
+from tests.sampling import drawn, seed
 
 ROWS, LENGTH = 4, 12
 
@@ -63,9 +64,9 @@ def test_experts_are_chosen_as_by_sorting(score: Any, groups: dict[str, Any]) ->
 
 @pytest.mark.parametrize("kernel", [Ragged(), Capacity(), Blocks(16), Blocks()])
 def test_every_assignment_has_one_row_of_its_expert_or_is_dropped(kernel: Any) -> None:
-    for seed, factor in enumerate((None, 0.5, 0.9, 3.0)):
+    for draw, factor in enumerate((None, 0.5, 0.9, 3.0)):
         factor = 5.0 if factor is None and isinstance(kernel, Capacity) else factor
-        chosen_A = np.random.default_rng(seed).integers(0, 5, 40) ** 2 // 4  # loads differ
+        chosen_A = np.random.default_rng(draw).integers(0, 5, 40) ** 2 // 4  # loads differ
         limit = 40 if factor is None else capacity(40, 5, 1, factor)
         most = 40 if factor is None else 5 * limit
         expert_A = np.asarray(_within(jnp.asarray(chosen_A)[:, None], 5, limit))[:, 0]
@@ -86,6 +87,24 @@ def test_every_assignment_has_one_row_of_its_expert_or_is_dropped(kernel: Any) -
 
 WIDTHS = [(64, 128), (90, 45), (64, 200), (256, 384), (130, 512)]
 LOADS = [(16, [5, 0, 20, 39, 0]), (16, [0, 0, 0, 64, 0]), (16, [16, 16, 16, 0, 16]), (128, [5, 0, 300, 39, 0]), (128, [128, 0, 0, 256, 1])]
+
+
+@pytest.mark.parametrize("kernel", [Ragged(), Capacity(), Blocks(16)])
+def test_the_rows_of_each_expert_are_added_up_without_a_copy_of_all_rows(kernel: Any) -> None:
+    rng = np.random.default_rng(random.Random(seed()).randrange(2**32))
+    load_E = np.full(5, 48) if isinstance(kernel, Capacity) else rng.multinomial(240, rng.dirichlet(np.ones(5)))
+    rows = kernel.rows(240, 5)
+    starts_E = np.asarray(kernel.starts(jnp.asarray(load_E), rows))
+    y_RO, wanted_EO = np.zeros((rows, 7), np.float32), np.zeros((5, 7))
+    for expert, (start, load) in enumerate(zip(starts_E, load_E, strict=True)):
+        y_RO[start : start + load] = rng.normal(size=(load, 7))
+        wanted_EO[expert] = y_RO[start : start + load].sum(0, dtype=np.float64)
+    found_EO = jax.jit(kernel.sums)(y_RO, load_E)
+    assert found_EO.dtype == jnp.float32
+    np.testing.assert_allclose(found_EO, wanted_EO, rtol=0, atol=1e-5)
+    if not isinstance(kernel, Ragged):  # for small models
+        text = str(jax.make_jaxpr(kernel.sums)(y_RO, load_E))
+        assert f"[{rows},5]" not in text, "a matmul over all rows, whose number XLA pads"
 
 
 @pytest.mark.parametrize(

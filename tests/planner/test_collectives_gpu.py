@@ -73,11 +73,13 @@ EXPERT_TURNS = {
             "compute.remat.names=[query]",
             "trainer.accumulation=2",
         ),
+        "fsdp8-dots": ("mesh.fsdp=8", "compute.remat.policy=dots"),
+        "fsdp4-context2": ("mesh.fsdp=4", "mesh.context=2", "compute.remat.policy=none"),
         "expert8": EXPERT_LAYOUTS["expert8"],
         "fsdp2-tensor2-expert2-gather": (*EXPERT_LAYOUTS["fsdp2-tensor2-expert2-gather"], "compute.remat.policy=full"),
     }.items()
 }
-"""Of models with several kinds of layers, with experts that are computed again: these follow each other in the backward pass."""
+"""Of models with several kinds of layers, with experts."""
 ACCIDENT = "an MLP that nobody cuts"
 LAYOUTS_OF = {
     "llama": (
