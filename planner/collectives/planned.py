@@ -96,10 +96,11 @@ class StepSizes:
         self.ring = config.compute.tensor_overlap == "ring" and self.tensor > 1
         self.defers = scanned and self.model.moe_layers > 1 and defers_reductions(self.model, config.compute, sizes, frozen=self.frozen)
         """Gradients of layers with experts are summed after their layer (models/deferred_gradients.py)."""
-        turns_outside = gpu and self.model.layer_period > 1 and config.compute.remat.policy not in FROM_BLOCK_INPUTS
-        self.zeros = self.micro if self.defers and not turns_outside else 0
-        """Reductions of zeros, in the first layer of the backward pass. XLA takes the first turn of several layers out of the loop where the
-        inputs of MLP down are kept, and sees the zeros then."""
+        turn_outside = gpu and self.model.layer_period > 1 and config.compute.remat.policy not in FROM_BLOCK_INPUTS
+        last_has_experts = self.model.moe is not None and self.model.moe.every > 1 and self.model.has_experts(self.model.num_layers - 1)
+        self.zeros = self.micro if self.defers and not turn_outside and not last_has_experts else 0
+        """Reductions of zeros, in the first layer of the backward pass: none in one with experts that a layer without comes before. XLA
+        takes the first turn of several layers out of the loop where the inputs of MLP down are kept, and sees the zeros then."""
 
     def over(self, *axes: str) -> tuple[str, ...]:
         """Return the axes with more than one device over which the program of a stage communicates."""
