@@ -12,9 +12,6 @@ from ridgeline.planner.hardware import GpuProgram
 from ridgeline.planner.local import LocalSizes
 from ridgeline.planner.recompute import recomputed
 
-TURNS = 3
-"""Turns at the start of the backward pass that are not in the loop, which XLA unrolls by two, of an even number of them."""
-
 
 def capped(local: LocalSizes) -> bool:
     """Return whether experts have a capacity: their matmuls are those of XLA."""
@@ -30,12 +27,6 @@ def sends_capped(local: LocalSizes) -> bool:
 def sends_over_fsdp(local: LocalSizes) -> bool:
     """Return whether trained experts get their tokens by all_to_all without a capacity, and their gradients are reduced over fsdp alone."""
     return local.sends_uncapped and local.fsdp > 1 and local.data * local.context == 1 and not local.adapted
-
-
-def reduces_late(local: LocalSizes) -> bool:
-    """Return whether the weight gradients of these turns wait for their reductions; not where those of a turn are reduced within it."""
-    trained = local.model.moe is not None and not local.adapted
-    return trained and local.fsdp > 1 and not local.sends_uncapped and local.data * local.context == 1
 
 
 def fetches_within_layers(local: LocalSizes) -> bool:
@@ -60,30 +51,6 @@ def attention(local: LocalSizes) -> int:
     """Return the bytes of a layer's queries, keys, values and results, of normed queries and keys also the inputs of the norms."""
     normed = local.query_bytes + local.key_bytes if local.model.qk_norm else 0
     return local.query_bytes + 2 * local.key_bytes + local.context_bytes + normed
-
-
-def operands(local: LocalSizes) -> int:
-    """Return the bytes that the weight gradients of one layer are computed from.
-
-    The inputs of attention and MLP, and the gradients of their results; in the rows of the experts the inputs, and the gradients of the
-    results; of the hidden activations the gradients of gate and up and the input of down. With norms of queries and keys, their inputs and
-    gradients.
-
-    Float8: one byte each but for the inputs of attention and MLP; gate and up of shared experts have their gradients in both layouts; the
-    gradient of the norm before the MLP needs its input in float32 and the gradient of its result; queries are there before their norm too.
-    """
-    moe = local.model.moe
-    assert moe is not None
-    gates = 2 if local.model.gated_mlp else 1
-    hidden = (gates + 1) * local.hidden_bytes
-    normed = 2 * (local.query_bytes + local.key_bytes) if local.model.qk_norm else 0
-    of_attention = local.query_bytes + 2 * local.key_bytes + local.context_bytes
-    if not local.config.precision.eight_bit:
-        return hidden + 2 * local.row_bytes + 4 * local.stream_bytes + of_attention + normed
-    shared = moe.shared_experts * local.tokens * local.model.expert_width * local.compute_itemsize // local.tensor
-    narrow = hidden + gates * shared + 2 * local.row_bytes + 2 * local.stream_bytes + 2 * of_attention
-    of_norm = (4 // local.compute_itemsize + 1) * local.cut_stream_bytes
-    return narrow // local.compute_itemsize + 2 * local.stream_bytes + of_norm + normed + local.query_bytes
 
 
 def over_tensor(local: LocalSizes) -> bool:

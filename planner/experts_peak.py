@@ -164,10 +164,8 @@ class ExpertsPeak(LiveBuffers):
         matrices: gathered weights. streams: residual streams in the MLP. mask: of packed documents.
         """
         local = self.local
-        if not self.overlap or local.model.moe is None or local.adapted:
+        if not self.overlap or local.model.moe is None or local.adapted or self.turn.layers > 1:
             return []
-        if self.turn.layers > 1:
-            return self._in_turn(mask) if self.tied_turns else []
         if self.gradients_before_rows:
             return self._after_weight_gradients(matrices, mask)
         points = self._rows_by_gate_and_up(matrices, streams, mask)
@@ -176,63 +174,6 @@ class ExpertsPeak(LiveBuffers):
             hidden = 3 * local.hidden_bytes + 2 * local.row_bytes
             points.append(("its MLP", hidden, streams * local.stream_bytes, matrices + local.mlp_matrix * local.matrix_itemsize, 0, mask))
         return points
-
-    @property
-    def tied_turns(self) -> bool:
-        """Whether turns of several layers have trained experts with 16-bit kernels and weight gradients computed within their layer."""
-        local = self.local
-        plain = self.overlap and self.turn.layers > 1 and local.config.precision.matmul == "compute"
-        return plain and local.ties_weight_gradients and not expert_layers.capped(local)
-
-    def _in_turn(self, mask: int) -> list[Point]:
-        """Return two points in the experts of a layer of such a turn.
-
-        When the gradients of the biases of gate and up are computed, from these gradients in whole tiles of rows; and when the gradients of
-        the rows by gate and by up are summed into slots, with the inputs of the rows and, where gate or up is computed again, one more.
-        Hidden activations whose width is padded are there once more, also those that are computed again. (Heaps of gpt-oss.)
-        """
-        local = self.local
-        gates, again = 2 if local.model.gated_mlp else 1, expert_layers.recomputes_experts(local)
-        hidden = (gates + (gates if again else 0)) * local.padded_hidden_bytes if local.pads_hidden else (gates + 1) * local.hidden_bytes
-        slots = 2 if local.sends_uncapped and local.tensor == 1 else 1
-        # `backward` adds one stream in float32
-        streams = expert_layers.attention(local) + 4 * local.stream_bytes - 4 * local.tokens * local.model.embed_dim // local.tensor
-        return [
-            ("its MLP", (gates + 1) * local.hidden_bytes + 2 * local.row_bytes, streams, 0, 0, mask),
-            ("its MLP", hidden + (4 if self.turn.recomputes else 3) * local.row_bytes + slots * local.slot_bytes, streams, 0, 0, mask),
-        ]
-
-    @property
-    def pending_attention(self) -> int:
-        """Bytes that the weight gradients of attention and of shared experts of a turn before the loop are computed from, which wait, and
-        what of the next turn's attention is computed again meanwhile. Not where the turn reduces its gradients, nor in 8 bits with a
-        capacity and kept gates: these are matmuls that XLA has measured times of (heap of Scout with attention-only).
-
-        Where the weights multiply the experts' inputs nothing reads the gradient that the weight gradient of down is tied to: also the
-        operands of down (heaps of Scout).
-
-        Where nothing waits for a gradient, also the inputs of the next turn's MLPs. In 8 bits those of two turns wait, less the current
-        layer: operands in one byte, the inputs of attention and MLP in the compute dtype, that of the MLP's norm in float32. (Heaps of
-        Scout.)
-        """
-        local, turn = self.local, self.turn
-        moe = local.model.moe
-        nothing = turn.recomputes and waiting(local.config, local.tensor, local.expert) == "nothing"
-        if self.reduces_in_turn or (local.config.precision.eight_bit and expert_layers.capped(local) and not turn.recomputes):
-            return 0
-        shared = 0 if moe is None else 3 * moe.shared_experts * local.tokens * local.model.expert_width * local.compute_itemsize
-        shared //= local.tensor
-        attention = expert_layers.attention(local)
-        scaled = moe is not None and moe.scale_input
-        of_down = local.row_bytes + local.expert_rows * local.model.expert_width * local.compute_itemsize // local.tensor if scaled else 0
-        if local.config.precision.eight_bit:
-            narrow = 2 * local.stream_bytes + shared + of_down
-            wide = 2 * local.stream_bytes + (1 + 4 // local.compute_itemsize) * local.cut_stream_bytes
-            pending = narrow // local.compute_itemsize + wide + attention + local.query_bytes + 2 * local.key_bytes
-            return (2 * turn.layers - 1) * pending
-        pending = 2 * local.stream_bytes + attention + local.query_bytes + 2 * local.key_bytes + shared + of_down
-        again = (3 if nothing else 1) * local.stream_bytes + attention if turn.recomputes and not local.sends_uncapped else 0
-        return turn.layers * (pending + again)
 
     @property
     def gradients_before_rows(self) -> bool:

@@ -72,7 +72,7 @@ class LayerPeak(MlpPeak):
         if self.rows_hold_tokens:
             of_experts -= SLOTS_IN_FLIGHT * local.slot_bytes
         down = local.mlp_matrix * local.gradient_itemsize if self.reduced and self.combined and not local.adapted else 0
-        if down and local.model.moe is not None and not self.keeps_turns:  # those of the other layers of the turn wait for its end
+        if down and local.model.moe is not None:  # those of the other layers of the turn wait for its end
             down += (self.turn.trained_weights - local.gathered_trained_weights) * local.gradient_itemsize
         down = 0 if self.defers else down
         sizes = at_end, waiting + more, down, mask, attention
@@ -118,7 +118,7 @@ class LayerPeak(MlpPeak):
             *self._weight_gradients_after_attention(attention, at_start=at_start),
             *([] if at_start else self._sum_by_projections(attention)),
             *self._attention_with_final_states(attention),
-            ("its end", hidden, at_end * stream + self.turn.gathered_tokens(), 0, waiting + more, mask),
+            ("its end", hidden, at_end * stream, 0, waiting + more, mask),
             *([("its end", delayed, 0, 0, more, mask)] if self.turn.layers > 1 and recomputes else []),
             *self._mlp_after_others(together, (at_mlp + slices) * hidden, down, mask),
             *self._attention_in_order(together),
@@ -226,20 +226,6 @@ class LayerPeak(MlpPeak):
                 # a result of a kernel is multiplied by its scale
                 ("its end", hidden, at_end * stream, 0, end + unscaled + before, mask),
             ]
-        if self.turn.layers > 1 and narrow_experts.turns_wait(local):
-            layers = expert_layers.TURNS * self.turn.layers if at_start else self.turn.layers
-            return [
-                ("its MLP", *narrow_experts.in_turn(local, again, layers - 1), 0, 0, mask),
-                ("its end", hidden, at_end * stream, 0, end + local.mlp_matrix * 4, mask),
-            ]
-        if self.overlap and self.turn.layers > 1 and narrow_experts.gathers_in_turns(local, again):
-            of_mlp, rows = narrow_experts.in_gathered_turn(local)
-            beside = STREAMS_IN_FLIGHT * stream + expert_layers.attention(local)
-            return [("its MLP", of_mlp, rows + beside, matrices, down, mask), ("its end", hidden, at_end * stream, 0, end, mask)]
-        if self.overlap and self.turn.layers > 1 and local.sends_uncapped and local.config.precision.eight_bit:
-            of_mlp, rows = narrow_experts.in_sent_rows(local, again)
-            attention_of_turn = narrow_experts.of_sent_turns(local, self.turn.layers)
-            return [("its MLP", of_mlp, rows + attention_of_turn, 0, 0, mask), ("its end", hidden, at_end * stream, 0, end, mask)]
         return []
 
     def _attention_before_mlp_gradients(self, workspace: int) -> list[tuple[str, int, int, int, int, int]]:

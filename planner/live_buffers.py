@@ -213,17 +213,6 @@ class LiveBuffers:
         wide = local.hidden_bytes if precision.block_scaled == "nvfp4" else 0
         return DELAYED * ((2 if local.model.gated_mlp else 1) + 2) * local.hidden_bytes + wide
 
-    @property
-    def keeps_turns(self) -> bool:
-        """Whether turns of several layers with trained experts keep all of their layers, and send tokens by all_to_all without a capacity.
-
-        Nothing is computed again while tokens are exchanged. In the loop the weight gradients of a turn come at its end, when those of the
-        turn before have been reduced. (Heaps of gpt-oss and Llama 4 Scout; with 8-bit matmuls it was not looked at.)
-        """
-        local, turn = self.local, self.turn
-        sends = expert_layers.sends_over_fsdp(local) and not local.config.precision.eight_bit
-        return self.overlap and sends and turn.layers > 1 and not turn.recomputes
-
     def early_table(self) -> int:
         """Return the bytes of the embedding's unsharded gradient where its zeros are written before the layers (configs/remat.py)."""
         local = self.local

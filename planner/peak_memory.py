@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ridgeline.planner import block_scaled, constant_costs, expert_layers, narrow_experts, ordered_experts
+from ridgeline.planner import block_scaled, constant_costs, expert_layers, ordered_experts
 from ridgeline.planner.activations import (
     Component,
     attention_workspace,
@@ -93,14 +93,6 @@ class StepMemory(InLoss, AfterLayers, FirstExperts):
         first_late = self.in_loop and self.next_attention() and local.config.compute.remat.policy == "full"
         if first_late or (delayed and block_scaled.applies(local)):
             start |= {"gradients": Component(self.early_table(), "none yet: those of the first layers are delayed")}
-        if self.turn.layers > 1 and narrow_experts.turns_wait(local):  # in place of stacks of gradients and of weights of the next turn
-            start |= {
-                "gradients": Component(0, "none yet: those of these turns are delayed"),
-                "parameter_copies": Component(
-                    self.layout_copies() + self.gathered_layer(),
-                    "transposed parameters of attention out; gathered weights of one layer",
-                ),
-            }
         early = turn_waits or (self.turn.layers > 1 and local.saves_first and local.ring)
         early |= self.delays_experts and not local.ties_weight_gradients
         return start | ({"loss": self.reduced_early()} if early and self.reduces_in_turn and self.reduces_table_early else {})
@@ -183,7 +175,7 @@ class StepMemory(InLoss, AfterLayers, FirstExperts):
         if reducing and (self.reduces_in_turn or self.scatters_scaled):
             reducing = 2 * reducing // self.sharded.fsdp  # the sums over fsdp, and together as they are summed over the other axes
         reducing += self.turned_gradients() if reducing and not self.scatters_scaled else 0
-        reducing = 0 if self.reduces_before_mlp or self.keeps_turns or self.turn.in_order or self.defers else reducing
+        reducing = 0 if self.reduces_before_mlp or self.turn.in_order or self.defers else reducing
         # with fsdp they are small, and the weights of the next turn are counted, of which those of a layer are gone
         reducing += self.turn.reduced_gradients(self.sharded.fsdp) if self.reduced and local.fsdp == 1 else 0
         left_over = self.turn.left_over if late and (self.turn.layers > 1 or self.turn.in_order) else 0  # their backward pass is over

@@ -250,15 +250,6 @@ class Turn:
         others = 0 if self.left_over else self.local.model.layer_period - 3
         return max(0, others) * offloaded_bytes(self.local) // self.local.model.num_layers
 
-    def gathered_tokens(self) -> int:
-        """Return the size of the tokens that are sent by all_to_all without a capacity and then gathered over tensor, where gate and up are
-        kept: nothing waits for gradients, and those of all layers of a turn are there when its weight gradients are computed (heaps of
-        Llama 4 Scout with attention-only).
-        """
-        local, moe = self.local, self.local.model.moe
-        kept = self.layers > 1 and not self.recomputes and local.sends_uncapped and local.tensor > 1
-        return self.layers // moe.every * local.slot_bytes if moe is not None and kept else 0
-
     def norm_gradients(self) -> int:
         """Return the size of the float32 gradients of the norms of a turn before their sums over tokens, which wait for its end."""
         local = self.local

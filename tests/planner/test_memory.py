@@ -454,7 +454,7 @@ def test_the_loss_chunk_is_that_of_the_loss():
 
 
 START, WHOLE = "start of the backward pass", "whole step"
-AT_START = (START, "first turns of the backward pass", "reductions of the first layers")
+AT_START = (START, "reductions of the first layers")
 """Points of the plan before the loop over layers."""
 LAST = "last layer of the backward pass"
 AT_END = (LAST, "reductions after the layers")
