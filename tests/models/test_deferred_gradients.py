@@ -149,6 +149,24 @@ def test_the_gradient_of_attention_waits_for_the_sums_of_the_next_layer(of_model
     assert sum(sorted(shapes) == wanted for shapes in barriers) == of_model.get("full_attention_every", 1), barriers
 
 
+def test_other_weight_gradients_of_layers_in_turns_keep_the_order_of_their_slots() -> None:
+    """Of dense layers between those with experts all, also those whose names the experts' matrices have."""
+    decoder = model_on({"fsdp": 4, "expert": 2}, "full", {}, **KINDS["experts in every third layer"])
+    assert decoder.dense_blocks is not None
+    run, inputs = sharded_gradients(decoder)
+    barriers = [
+        [variable.aval.shape for variable in equation.invars]
+        for _, equation in equations(jax.make_jaxpr(run)(*inputs).jaxpr)
+        if equation.primitive.name == "optimization_barrier"
+    ]
+    of_layer = sorted(param.shape[1:] for _, param in nnx.to_flat_state(nnx.state(decoder.dense_blocks)))
+    stream = (inputs[1].shape[0], 32, 64)
+    assert sorted([stream, *of_layer]) in [sorted(shapes) for shapes in barriers]
+    assert not any(shapes.count((64, EXPERTS, HIDDEN)) and stream in shapes and (64,) in shapes for shapes in barriers), (
+        "experts' are not sent"
+    )
+
+
 @pytest.mark.parametrize("mesh", drawn(MESHES, 3), ids=str)
 def test_gradients_are_deferred_where_devices_share_a_sum(mesh: dict[str, int]) -> None:
     decoder = model_on(mesh, "full", {})

@@ -329,6 +329,8 @@ def test_weight_gradients_of_experts_are_computed_with_the_gradient_of_their_lay
     rows = ROWS * LENGTH * per_token
     assert waiting == ([[(rows, hidden)] * 2 if width > hidden else [x_BTD.shape]] if seed % 2 else [])
     assert [shapes.count((experts, hidden)) for shapes in barriers(program.jaxpr) if (experts, hidden) in shapes] == [2]
+    # the gradients that biases are summed from are written before, in the place of what they are computed from
+    assert sum(list(shapes) == [(rows, hidden)] * 2 for shapes in barriers(program.jaxpr)) == 1
 
 
 def test_the_padded_exchange_moves_the_slices_that_the_ragged_one_is_documented_to_move() -> None:
