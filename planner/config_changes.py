@@ -67,7 +67,7 @@ def _changes(config: Config, sizes: Mapping[str, int]) -> Iterator[tuple[list[st
 
 
 def _accumulations(config: Config, sizes: Mapping[str, int]) -> Iterator[tuple[list[str], Config]]:
-    rows = config.data.batch_size // (sizes["data"] * sizes["fsdp"])
+    rows = config.data.batch_size // (sizes["data"] * sizes["fsdp"] * sizes["expert"])
     for count in range(config.trainer.accumulation + 1, rows + 1):
         if rows % count == 0:
             trainer = config.trainer.model_copy(update={"accumulation": count})

@@ -3,6 +3,7 @@
 import pytest
 
 from ridgeline.configs.load import load
+from ridgeline.configs.rules import check_devices
 from ridgeline.configs.schema import MESH_AXES
 from ridgeline.planner.config_changes import fitting_changes
 from ridgeline.planner.memory import memory_per_device
@@ -55,3 +56,18 @@ def test_microbatches_divide_the_rows_of_a_device():
 def test_nothing_is_promised_where_nothing_helps():
     assert fitting_changes(config("full"), sizes(data=8), 10**9) is None
     assert fitting_changes(config("full"), sizes(fsdp=64), 10**6) is None
+
+
+@pytest.mark.parametrize("expert", [1, 2, 4])
+def test_changes_leave_whole_rows_to_each_device_also_over_expert(expert):
+    """Devices of `expert` have rows of their own. Nothing fits into nothing: all changes are tried."""
+    given = ["mesh.data=2", f"mesh.fsdp={8 // expert}", f"mesh.expert={expert}", "data.batch_size=64", "data.seq_len=1024"]
+    before = load("models/mixtral-8x7b", given).config
+    assert fitting_changes(before, before.mesh.sizes, 0) is None
+    needed, found = memory_per_device(before, before.mesh.sizes).total_bytes, 0
+    for share in (0.99, 0.9, 0.8, 0.7, 0.6):
+        changes = fitting_changes(before, before.mesh.sizes, int(share * needed))
+        if changes is not None:
+            check_devices(load("models/mixtral-8x7b", [*given, *changes]).config, 16)
+            found += 1
+    assert found
