@@ -21,7 +21,7 @@ from ridgeline.models.attention.layer import AttendWith
 from ridgeline.models.attention.masks import chunk_segments, soft_cap
 from ridgeline.models.backward_order import after_forward, slot_like_layer, wait_for_gradients, with_gradients_sent
 from ridgeline.models.block import Block
-from ridgeline.models.deferred_gradients import HandOver, defer
+from ridgeline.models.deferred_gradients import defer
 from ridgeline.models.family import Family
 from ridgeline.models.lora import set_dropout
 from ridgeline.models.matmul import set_amax
@@ -30,7 +30,7 @@ from ridgeline.models.moe.router import RouterSums, RouterTotals
 from ridgeline.models.mtp import PredictionModule, gradients_together, of_all_heads
 from ridgeline.models.norms import NORMS
 from ridgeline.models.parallelize import Execution
-from ridgeline.models.params import ParamFactory, set_slots
+from ridgeline.models.params import ParamFactory
 from ridgeline.models.rope import RotaryTable, rotary_table, tempered
 
 Carry = TypeVar("Carry")
@@ -211,8 +211,7 @@ class Decoder(nnx.Module):
         structures, stacked = zip(*map(nnx.split, stacks), strict=True)
         experts_until = np.cumsum([model.has_experts(layer) for layer in range(first, first + places.count)])
         defers = execution.defers and places.count > 1 and experts_until[-1] > 0
-        alike = len(stacks) == 1
-        deferred = defer(execution.partitioner, stacked[-1], begins=alike) if defers else None
+        deferred = defer(execution.partitioner, stacked[-1], dense_between=len(stacks) > 1) if defers else None
         given = stacked if deferred is None else [*stacked[:-1], deferred.parameters]
         keys = None if dropout_key is None else jax.random.split(jax.random.fold_in(dropout_key, first), places.count)
         layers: list[tuple[Any, ...]] = [
@@ -221,7 +220,7 @@ class Decoder(nnx.Module):
         ]
         if deferred is not None:
             vectors = [*({} for _ in stacks[:-1]), deferred.vectors]
-            following = [jnp.asarray(experts_until[places.layers_of(stack)]) for stack in range(len(stacks))]
+            following = [jnp.asarray(experts_until[places.layers_of(stack)]) for stack, _ in enumerate(stacks)]
             layers = [(*of_stack, *others) for of_stack, *others in zip(layers, vectors, following, strict=True)]
         tables = {windowed: self.rotary(positions_BT, windowed=windowed) for windowed in sorted(set(places.windowed))}
         segments = {windowed: self.visible_segments(segment_ids_BT, x_BTD.shape[:2], windowed=windowed) for windowed in tables}
@@ -249,14 +248,8 @@ class Decoder(nnx.Module):
                 inputs = x_BTD, tables[windowed], segments[windowed], attend_with
                 if deferred is None:
                     return block(*inputs), router_sums(block)
-                vectors, following = of_deferred
-                if stack == len(stacks) - 1:
-                    set_slots(block, handed.slots | vectors)
-                    handed = handed.without_slots()
-                if handed.slots or (stack > 0 and not alike):  # nothing to hand over: for a later layer already, or a dense one follows
-                    return (block(*inputs), handed), router_sums(block)
-                hand_over = HandOver(execution.partitioner, deferred.sums, handed, following)
-                return (block(*inputs, hand_over), hand_over.following), router_sums(block)
+                carried = deferred.run(block, inputs, handed, *of_deferred, with_experts=stack == len(stacks) - 1)
+                return carried, router_sums(block)
 
             return execution.remat.wrap_block(block)
 
@@ -266,10 +259,8 @@ class Decoder(nnx.Module):
             return block if deferred is None else lambda carry, layer: block(carry[0], (layer, carry[1]))
 
         unroll = execution.scan_unroll if execution.scan_layers else None
-        slots = None
-        if execution.in_order:
-            later = set() if deferred is None else {path for path, _ in deferred.sums} | deferred.vectors.keys()
-            slots = [slot_like_layer(each, later if stack == len(stacks) - 1 else ()) for stack, each in enumerate(stacked)]
+        later = [*(set() for _ in stacks[:-1]), set() if deferred is None else deferred.paths]
+        slots = list(map(slot_like_layer, stacked, later)) if execution.in_order else None
         scan = functools.partial(
             scan_layers,
             slots=slots,

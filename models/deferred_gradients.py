@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ridgeline.models.params import LAYERS, Path, deferral_of
+from ridgeline.models.params import LAYERS, Path, deferral_of, set_slots
 from ridgeline.sharding.manual import sum_shards, summed_over
 from ridgeline.sharding.partition import Partitioner
 from ridgeline.sharding.rules import Axes, LogicalAxes
@@ -42,10 +42,6 @@ class Handed(NamedTuple):
     """The matrices of all layers; their gradients are written into one stack, layer by layer."""
     slots: Arrays
     """Zeros [R, ...], whose gradients are the unreduced gradients of this layer's matrices; none where the next layer has no experts."""
-
-    def without_slots(self) -> Handed:
-        """Return what is left when a layer has its slots."""
-        return Handed(self.stacks, {})
 
 
 class Sum(NamedTuple):
@@ -80,8 +76,11 @@ Sums = tuple[tuple[Path, Sum], ...]
 
 
 class Deferred(NamedTuple):
-    """The parameters of a run of layers, divided."""
+    """The parameters of the layers with experts of a run of layers, divided."""
 
+    partitioner: Partitioner
+    dense_between: bool
+    """Layers without experts come before each of these."""
     parameters: nnx.State
     """All of them; those below have no gradient here."""
     vectors: Arrays
@@ -91,9 +90,31 @@ class Deferred(NamedTuple):
     sums: Sums
     """Of the matrices."""
 
+    @property
+    def paths(self) -> set[Path]:
+        """Parameters whose gradients are reduced after their layer."""
+        return {path for path, _ in self.sums} | self.vectors.keys()
 
-def defer(partitioner: Partitioner, stacked: nnx.State, *, begins: bool) -> Deferred:
-    """Divide the parameters of layers with experts, stacked [L, ...]; `begins`: the first layer that runs is one of them."""
+    def run(
+        self, block: Any, inputs: tuple[Any, ...], handed: Handed, vectors: Arrays, following: jax.Array, *, with_experts: bool
+    ) -> tuple[jax.Array, Handed]:
+        """Run a layer: a block (models/block.py) on its inputs, with what the layer before hands over.
+
+        vectors: its slots of vectors; empty without experts. following: index of the next layer with experts among these (int32 []).
+
+        Returns the residual stream, and what the layer hands over.
+        """
+        if with_experts:
+            set_slots(block, handed.slots | vectors)
+            handed = Handed(handed.stacks, {})
+        if handed.slots or (with_experts and self.dense_between):  # they are for a later layer; the next one has no experts
+            return block(*inputs), handed
+        hand_over_to = HandOver(self.partitioner, self.sums, handed, following)
+        return block(*inputs, hand_over_to), hand_over_to.following
+
+
+def defer(partitioner: Partitioner, stacked: nnx.State, *, dense_between: bool) -> Deferred:
+    """Divide the parameters of layers with experts, stacked [L, ...]; dense_between: as in `Deferred`."""
     flat = dict(nnx.to_flat_state(stacked))
     sums = {path: found for path, param in flat.items() if (found := Sum.of(partitioner, param)) is not None}
     values = {path: flat[path][...] for path in sums}
@@ -102,9 +123,9 @@ def defer(partitioner: Partitioner, stacked: nnx.State, *, begins: bool) -> Defe
     matrices = tuple((path, each) for path, each in sums.items() if "experts" in each.axes)
     vectors = {path: _slots_of_layers(partitioner, each, values[path]) for path, each in sums.items() if "experts" not in each.axes}
     handed = Handed({path: values[path] for path, _ in matrices}, {})
-    if begins:
+    if not dense_between:  # the first layer is one of these
         _, handed = hand_over(partitioner, matrices, None, handed.stacks, jnp.int32(0))
-    return Deferred(nnx.from_flat_state(list(flat.items())), vectors, handed, matrices)
+    return Deferred(partitioner, dense_between, nnx.from_flat_state(list(flat.items())), vectors, handed, matrices)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

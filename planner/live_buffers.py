@@ -128,9 +128,13 @@ class LiveBuffers:
 
     @property
     def deferred_gradients(self) -> int:
-        """Bytes of the unreduced gradients of the experts of the layer before, until the backward pass of a layer's MLP is over."""
+        """Bytes of the unreduced gradients of the experts of the layer before, until the backward pass of a layer's MLP is over.
+
+        None where a layer without experts comes between, which reduces them (heaps of Llama 4 Maverick).
+        """
         local, moe = self.local, self.local.model.moe
-        if moe is None or not self.defers or self.data * local.fsdp * local.context == local.expert:  # nothing to sum
+        summed = self.data * local.fsdp * local.context != local.expert
+        if moe is None or moe.every > 1 or not self.defers or not summed:
             return 0
         matrices = 3 if local.model.gated_mlp else 2
         weights = moe.experts // local.expert * local.model.embed_dim * local.model.expert_width // local.tensor

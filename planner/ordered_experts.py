@@ -67,9 +67,13 @@ def _pending(live: LiveBuffers) -> int:
 
     Those of the layer before. Where these are deferred, one matrix less if the MLP is computed again: they are reduced one after the other.
     `LayerPeak` adds those of the layer before in the loop (`LiveBuffers.deferred_gradients`), and where weight gradients are tied to their
-    layer no others wait there. (Heaps of gpt-oss and Scout with few tokens.)
+    layer no others wait there (heaps of gpt-oss and Scout with few tokens). Where layers without experts come between, these have reduced
+    them (heaps of Llama 4 Maverick).
     """
-    gates, again = _gates(live.local), live.local.config.compute.remat.policy in FROM_BLOCK_INPUTS
+    local, moe = live.local, live.local.model.moe
+    if live.defers and moe is not None and moe.every > 1:
+        return 0
+    gates, again = _gates(local), local.config.compute.remat.policy in FROM_BLOCK_INPUTS
     return _gradients(live) * gates // (gates + 1) if live.defers and again else _gradients(live)
 
 
