@@ -161,7 +161,7 @@ class Module:
 
     @cached_property
     def certain(self) -> frozenset[str]:
-        """Computations whose `runs` are certain: not inside a branch of a conditional or a while whose count depends on data."""
+        """Computations that run and whose `runs` are certain: in no branch of a conditional and in no while whose count depends on data."""
         uncertain: set[str] = set()
         for name in self.callers_first:
             for instruction in self.computations[name].instructions:
