@@ -42,8 +42,8 @@ IN_FLIGHT, IN_FLIGHT_TENSOR = 3, 2
 DETERMINISTIC_OPS = "--xla_gpu_exclude_nondeterministic_ops"
 KERNEL_CHOICES = "--xla_gpu_per_fusion_autotune_cache_dir"
 DISABLED_PASSES = ("rematerialization", "all-gather-to-collective-permute-simplifier")
-PIPELINED_REDUCTIONS = "collective-pipeliner-forward"
-"""XLA's pass that moves reductions of gradients into the next turn of the loop over layers."""
+PIPELINED_REDUCTIONS, PIPELINED_GATHERS = "collective-pipeliner-forward", "collective-pipeliner-backward"
+"""XLA's passes that move reductions of gradients into the next turn of the loop over layers, and gathers of weights into the one before."""
 
 
 @dataclass(frozen=True)
@@ -173,17 +173,21 @@ def _gpu(generation: str, config: Config) -> list[Setting]:
         "of what a device gathers and slices back (openxla/xla pull request 45218)"
     )
     disabled: tuple[str, ...] = DISABLED_PASSES
-    if _defers_reductions(config):
-        disabled = (*DISABLED_PASSES, PIPELINED_REDUCTIONS)
+    local = _local_sizes(config)
+    if local is not None and local.defers_reductions:
+        disabled = (*disabled, PIPELINED_REDUCTIONS)
         reason += "; gradients of layers with experts are reduced in the next layer already: XLA would take layers out of the loop for that"
+    if local is not None and local.beside_attention:
+        disabled = (*disabled, PIPELINED_GATHERS)
+        reason += "; weights of experts are gathered while attention runs: XLA would gather them in the layer before"
     settings.append(Setting("--xla_disable_hlo_passes", ",".join(disabled), reason))
     return settings
 
 
-def _defers_reductions(config: Config) -> bool:
-    """Return whether the program itself moves reductions into the next layer; False before the mesh has its sizes."""
+def _local_sizes(config: Config) -> LocalSizes | None:
+    """Return the sizes of a step on one device; None before the mesh has its sizes."""
     sizes = {axis: getattr(config.mesh, axis) for axis in MESH_AXES}
-    return min(sizes.values()) > 0 and LocalSizes.of(config, sizes).defers_reductions
+    return LocalSizes.of(config, sizes) if min(sizes.values()) > 0 else None
 
 
 def _deterministic(config: Config) -> list[Setting]:

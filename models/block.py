@@ -5,7 +5,7 @@ Legend: B batch, T sequence, D embed width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 
 import jax
 from flax import nnx
@@ -14,6 +14,8 @@ from jax.ad_checkpoint import checkpoint_name
 from ridgeline.configs.model_schema import ModelConfig
 from ridgeline.models.attention.latent import LatentSelfAttention
 from ridgeline.models.attention.layer import AttendWith, Attention, RotaryTable
+from ridgeline.models.beside_attention import BesideAttention
+from ridgeline.models.deferred_gradients import HandOver
 from ridgeline.models.mlp import MLP
 from ridgeline.models.moe.layer import MixtureOfExperts
 from ridgeline.models.moe.router import RouterSums
@@ -36,7 +38,7 @@ class Block(nnx.Module):
         self.mlp_norm = norm("pre", "both")
         self.mlp = (MLP if model.moe is None else MixtureOfExperts)(model, execution, residual_std, make)
         self.mlp_post_norm = norm("post", "both")
-        self.partitioner, self.remat = execution.partitioner, execution.remat
+        self.partitioner, self.remat, self.execution = execution.partitioner, execution.remat, execution
 
     def __call__(
         self,
@@ -44,23 +46,31 @@ class Block(nnx.Module):
         rotary: RotaryTable | None,
         segment_ids_BT: jax.Array | None,
         attend_with: AttendWith | None = None,
-        before_mlp: Callable[[jax.Array], jax.Array] | None = None,
+        hand_over: HandOver | None = None,
     ) -> jax.Array:
         """Return the residual stream after the block.
 
-        attend_with: as in `Attention`; before_mlp: applied to the residual stream between attention and MLP.
+        attend_with: as in `Attention`; hand_over: to the next layer, between attention and MLP, or while attention runs.
         """
         x_BTD = self._residual(x_BTD, "block_input")
+        if self.execution.beside_attention and isinstance(self.mlp, MixtureOfExperts):
+            attend = partial(self._attend, segment_ids_BT) if attend_with is None else attend_with
+            attend_with, hand_over = BesideAttention(attend, self.mlp, hand_over), None
         with jax.named_scope("attention"):
             update_BTD = self.attention(x_BTD, self.attention_norm or _unchanged, rotary, segment_ids_BT, attend_with)
             x_BTD += (self.attention_post_norm or _unchanged)(self._residual(update_BTD, "attention_out"))
             if self.mlp_norm is None:  # gathered as it is; XLA would cut the residual stream out of that again
                 x_BTD = self.partitioner.constrain(x_BTD, "batch", "residual_seq", "act_embed")
-        x_BTD = x_BTD if before_mlp is None else before_mlp(x_BTD)
+        x_BTD = x_BTD if hand_over is None else hand_over(x_BTD)
         x_BTD, sums = self.remat.wrap_mlp(self._add_mlp)(x_BTD)
         if isinstance(self.mlp, MixtureOfExperts):
             self.mlp.set_sums(sums)
         return x_BTD
+
+    def _attend(
+        self, segment_ids_BT: jax.Array | None, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, sinks_N: jax.Array | None
+    ) -> jax.Array:
+        return self.execution.attend(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, sinks_N)
 
     def _add_mlp(self, x_BTD: jax.Array) -> tuple[jax.Array, RouterSums | None]:
         """Return the residual stream with the MLP's update, and the sums of its router (None: no experts)."""

@@ -5,7 +5,8 @@ of the loop over layers (pass collective-pipeliner-forward), but takes two or th
 gradients of all of these. For layers with experts the program does it itself, and launch/environment.py disables the pass:
 
 * Matrices of experts: the loop carries slots, zeros whose gradients are the unreduced gradients of a layer. The layer before it, which
-  comes next in the backward pass, reduces them while it runs the backward pass of its own MLP; that of its attention waits for the sums. So
+  comes next in the backward pass, reduces them while it runs the backward pass of its own MLP; that of its attention waits for the sums
+  (or while attention runs: models/beside_attention.py). So
   the unreduced gradients of two layers at most are there, and layers follow each other, also those of several kinds that take turns in
   the loop. Where layers without experts come between, the first of these reduces them. The first layer of the backward pass may reduce
   zeros.
@@ -31,6 +32,8 @@ from ridgeline.sharding.partition import Partitioner
 from ridgeline.sharding.rules import Axes, LogicalAxes
 
 Arrays = dict[Path, jax.Array]
+Heads = tuple[jax.Array, ...]
+"""Queries, keys and values of attention."""
 Stream = TypeVar("Stream", jax.Array, None)
 """The residual stream; None: there is none to wait."""
 
@@ -148,14 +151,70 @@ def _hand_over_backward(
     partitioner: Partitioner, sums: Sums, layer: jax.Array, gradients: tuple[Stream, Handed]
 ) -> tuple[Stream, Arrays, None]:
     dx_BTD, (stacks, unreduced) = gradients
-    reduced = {path: sum_shards(partitioner, unreduced[path], each.axes, each.over).astype(stacks[path].dtype) for path, each in sums}
-    dx_BTD, reduced = jax.lax.optimization_barrier((dx_BTD, reduced))
-    # After the last layer comes none: its zeros are written to the place of the last one, whose gradients come after them.
-    put = partial(jax.lax.dynamic_update_index_in_dim, index=layer, axis=0)
-    return dx_BTD, {path: put(stacks[path], each) for path, each in reduced.items()}, None
+    dx_BTD, reduced = jax.lax.optimization_barrier((dx_BTD, _reduced(partitioner, sums, unreduced, stacks)))
+    return dx_BTD, _written(stacks, reduced, layer), None
 
 
 hand_over.defvjp(_hand_over_forward, _hand_over_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def end_sums(partitioner: Partitioner, sums: Sums, heads: Heads, stacks: Arrays, layer: jax.Array) -> tuple[Heads, Arrays, Arrays]:
+    """Return queries, keys and values, the stacks, and for `begin_sums` zeros, whose gradients are the sums of `layer` (int32 []).
+
+    In the backward pass these are written into the stacks; the gradients of queries, keys and values are not used before.
+    """
+    return heads, stacks, {path: jnp.zeros(stacks[path].shape[1:], stacks[path].dtype) for path, _ in sums}
+
+
+def _end_sums_forward(
+    partitioner: Partitioner, sums: Sums, heads: Heads, stacks: Arrays, layer: jax.Array
+) -> tuple[tuple[Heads, Arrays, Arrays], jax.Array]:
+    return end_sums(partitioner, sums, heads, stacks, layer), layer
+
+
+def _end_sums_backward(
+    partitioner: Partitioner, sums: Sums, layer: jax.Array, gradients: tuple[Heads, Arrays, Arrays]
+) -> tuple[Heads, Arrays, None]:
+    dheads, stacks, reduced = gradients
+    dheads, reduced = jax.lax.optimization_barrier((dheads, reduced))
+    return dheads, _written(stacks, reduced, layer), None
+
+
+end_sums.defvjp(_end_sums_forward, _end_sums_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def begin_sums(partitioner: Partitioner, sums: Sums, context_BTNH: jax.Array, zeros: Arrays) -> tuple[jax.Array, Arrays]:
+    """Return attention's result and slots. In the backward pass their gradients are summed when that of attention's result is there."""
+    return context_BTNH, {path: each.slot(partitioner, zeros[path].shape) for path, each in sums}
+
+
+def _begin_sums_forward(
+    partitioner: Partitioner, sums: Sums, context_BTNH: jax.Array, zeros: Arrays
+) -> tuple[tuple[jax.Array, Arrays], Arrays]:
+    return begin_sums(partitioner, sums, context_BTNH, zeros), {path: jnp.zeros(0, each.dtype) for path, each in zeros.items()}
+
+
+def _begin_sums_backward(
+    partitioner: Partitioner, sums: Sums, like: Arrays, gradients: tuple[jax.Array, Arrays]
+) -> tuple[jax.Array, Arrays]:
+    dcontext_BTNH, unreduced = jax.lax.optimization_barrier(gradients)
+    return dcontext_BTNH, _reduced(partitioner, sums, unreduced, like)
+
+
+begin_sums.defvjp(_begin_sums_forward, _begin_sums_backward)
+
+
+def _reduced(partitioner: Partitioner, sums: Sums, unreduced: Arrays, like: Arrays) -> Arrays:
+    """Return the sums of unreduced gradients, in the dtypes of other arrays."""
+    return {path: sum_shards(partitioner, unreduced[path], each.axes, each.over).astype(like[path].dtype) for path, each in sums}
+
+
+def _written(stacks: Arrays, reduced: Arrays, layer: jax.Array) -> Arrays:
+    # After the last layer comes none: its zeros are written to the place of the last one, whose gradients come after them.
+    put = partial(jax.lax.dynamic_update_index_in_dim, index=layer, axis=0)
+    return {path: put(stacks[path], each) for path, each in reduced.items()}
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -177,15 +236,30 @@ _slots_of_layers.defvjp(_slots_forward, _slots_backward)
 
 
 class HandOver:
-    """The function of the residual stream at which a layer hands over to `layer` (int32 []), the next one."""
+    """The function of the residual stream at which a layer hands over to `layer` (int32 []), the next one.
+
+    `end` and `begin` in its place let the sums run while attention does (models/beside_attention.py).
+    """
 
     def __init__(self, partitioner: Partitioner, sums: Sums, handed: Handed, layer: jax.Array) -> None:
-        self._run = partial(hand_over, partitioner, sums)
+        self._partitioner, self._sums = partitioner, sums
         self._stacks, self._layer = handed.stacks, layer
+        self._zeros: Arrays = {}
         self.following: Handed
         """For the next layer, after the call."""
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """Return the residual stream."""
-        x_BTD, self.following = self._run(x_BTD, self._stacks, self._layer)
+        x_BTD, self.following = hand_over(self._partitioner, self._sums, x_BTD, self._stacks, self._layer)
         return x_BTD
+
+    def end(self, *heads: jax.Array) -> Heads:
+        """Return queries, keys and values of the layer's attention, at whose gradients the sums of the next layer end."""
+        heads, self._stacks, self._zeros = end_sums(self._partitioner, self._sums, heads, self._stacks, self._layer)
+        return heads
+
+    def begin(self, context_BTNH: jax.Array) -> jax.Array:
+        """Return attention's result, at whose gradient they begin; after `end`."""
+        context_BTNH, slots = begin_sums(self._partitioner, self._sums, context_BTNH, self._zeros)
+        self.following = Handed(self._stacks, slots)
+        return context_BTNH

@@ -29,7 +29,15 @@ from ridgeline.models.moe.experts import Experts
 from ridgeline.models.moe.grouped_matmul import Ragged, choose_kernel
 from ridgeline.models.remat import Remat
 from ridgeline.planner.experts import exchange_method
-from ridgeline.planner.recompute import defers_reductions, gradients_first, in_order, in_scan, saves_first, waits_for_gradient
+from ridgeline.planner.recompute import (
+    beside_attention,
+    defers_reductions,
+    gradients_first,
+    in_order,
+    in_scan,
+    saves_first,
+    waits_for_gradient,
+)
 from ridgeline.sharding.partition import Partitioner
 
 Result = TypeVar("Result")
@@ -57,6 +65,8 @@ class Execution:
     """The backward pass of the loop over layers begins when all that it saved is there (models/backward_order.py)."""
     defers: bool = False
     """Gradients of layers with experts are reduced in the next layer of the backward pass (models/deferred_gradients.py)."""
+    beside_attention: bool = False
+    """Weights of experts are gathered, and their gradients reduced, while attention runs (models/beside_attention.py)."""
     splits_turns: bool = False
     """The layers of a turn of the loop have arrays of their own, made before it (models/decoder.py: scan_layers)."""
 
@@ -173,6 +183,10 @@ def parallelize(
 
     # 8. Scan over layers: one compiled block, applied num_layers times. A stage would keep what a layer chose of the parameters of a turn.
     splits = shape["pipeline"] > 1 and not remat.recomputes_blocks
+    order = {"in_order": ordered, "across_turns": across_turns, "saves_first": saved, "splits_turns": splits}
+
+    # 9. Collectives of experts: reductions in the next layer, and where attention takes longest, all of them while it runs.
     defers = defers_reductions(model, compute, shape, frozen=frozen)
-    order = {"in_order": ordered, "across_turns": across_turns, "defers": defers, "saves_first": saved, "splits_turns": splits}
+    beside = beside_attention(model, compute, shape, frozen=frozen)
+    order |= {"defers": defers, "beside_attention": beside}
     return Execution(partitioner, matmul, remat, attention, compute.scan_layers, compute.scan_unroll, experts, **order)

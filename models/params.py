@@ -31,7 +31,7 @@ STACKS = ("blocks.", "dense_blocks.", "mtp.")
 """Beginnings of the paths of stacked parameters (models/decoder.py)."""
 
 
-_DEFERRAL, _SLOT = "deferral", "slot"
+_DEFERRAL, _SLOT, _GATHERED = "deferral", "slot", "gathered"
 """Metadata keys of a parameter."""
 
 
@@ -151,6 +151,16 @@ def set_slots(module: nnx.Module, slots: Mapping[Path, jax.Array]) -> None:
 def slot_of(param: Matrix) -> jax.Array | None:
     """Return the slot of a parameter; None: its gradient is reduced within its layer."""
     return param.get_metadata().get(_SLOT) if isinstance(param, nnx.Param) else None
+
+
+def set_gathered(param: nnx.Param, gathered: jax.Array) -> None:
+    """Attach what was gathered of a parameter over fsdp before it is used."""
+    param.set_metadata(_GATHERED, gathered)
+
+
+def gathered_of(param: Matrix) -> jax.Array | None:
+    """Return that; None: it is gathered where it is used."""
+    return param.get_metadata().get(_GATHERED) if isinstance(param, nnx.Param) else None
 
 
 def input_dims(axes: tuple[str, ...]) -> int:

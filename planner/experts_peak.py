@@ -168,6 +168,8 @@ class ExpertsPeak(LiveBuffers):
             return []
         if self.gradients_before_rows:
             return self._after_weight_gradients(matrices, mask)
+        if self.beside_attention:
+            return self._beside_attention(streams, mask)
         points = self._rows_by_gate_and_up(matrices, streams, mask)
         if self.activates_in_place:
             # before that kernel: gate, up, and the gradient of the input of down, whose matrix has just been read
@@ -193,7 +195,8 @@ class ExpertsPeak(LiveBuffers):
         local, gates = self.local, 2 if self.local.model.gated_mlp else 1
         beside = expert_layers.beside_experts(local, self.program)
         if local.latent_bytes and local.tensor > 1:
-            beside = max(beside, LATENT_STREAMS * local.stream_bytes)
+            streams = LATENT_STREAMS * local.stream_bytes
+            beside = beside + streams if self.beside_attention else max(beside, streams)
         computed = gates * local.mlp_matrix * local.gradient_itemsize
         routed = local.expert_rows * local.model.expert_width // local.tensor * local.compute_itemsize
         hidden = routed + (local.padded_hidden_bytes - local.hidden_bytes if local.pads_hidden else 0)
@@ -206,6 +209,21 @@ class ExpertsPeak(LiveBuffers):
         in_kernel = (gates + 1 + apart) * hidden + 2 * local.row_bytes
         summed = 3 * local.row_bytes + hidden + max(hidden, local.slot_bytes or local.stream_bytes)
         return [("its MLP", in_kernel, beside, matrices, 0, mask), ("its MLP", summed, beside, matrices, computed, mask)]
+
+    def _beside_attention(self, streams: int, mask: int) -> list[Point]:
+        """Return the points in the experts of a layer with few tokens whose collectives run while attention does.
+
+        First gate and up, the gradient of the input of down, and the matrices of all three; in the rows their inputs and the gradients of
+        their results. Then the gradients of the rows by gate and by up are there too, and one matrix is left: no weights of another layer
+        come meanwhile. (Heaps of DeepSeek V3 over tensor=2 and 4, expert=2 and 4.)
+        """
+        local, matrix = self.local, self.local.mlp_matrix * self.local.matrix_itemsize
+        of_hidden, others = 3 * local.hidden_bytes, streams * local.stream_bytes
+        summed = others - 4 * local.tokens * local.model.embed_dim // local.tensor
+        return [
+            ("its MLP", of_hidden + 2 * local.row_bytes, others, 3 * matrix, 0, mask),
+            ("its MLP", of_hidden + 4 * local.row_bytes + local.slot_bytes, summed, matrix, 0, mask),
+        ]
 
     def _rows_by_gate_and_up(self, matrices: int, streams: int, mask: int) -> list[Point]:
         """Return the point in the experts of a layer where the gradients of their rows by gate and by up are summed into slots.

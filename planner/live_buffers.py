@@ -127,6 +127,11 @@ class LiveBuffers:
         return self.combined and self.local.defers_reductions
 
     @property
+    def beside_attention(self) -> bool:
+        """Whether the collectives of a layer's experts run while its attention does (models/beside_attention.py), in a run."""
+        return self.combined and self.local.beside_attention
+
+    @property
     def deferred_gradients(self) -> int:
         """Bytes of the unreduced gradients of the experts of the layer before, until the backward pass of a layer's MLP is over.
 
@@ -373,6 +378,8 @@ class LiveBuffers:
 
     def next_layer_weights(self) -> int:
         """Return the bytes of the weights of the next turn's layers, which overlap gathers early; of one layer without pipelined turns."""
+        if self.beside_attention:
+            return 0
         several = self.local.model.layer_period if self.turn.in_order else self.turn.layers
         return (several if self.turn.pipelined else 1) * self.gathered_layer()
 

@@ -29,7 +29,7 @@ from ridgeline.planner.parameters import (
     mtp_projection_parameters,
 )
 from ridgeline.planner.pipeline import Schedule
-from ridgeline.planner.recompute import defers_reductions, saves_first
+from ridgeline.planner.recompute import beside_attention, defers_reductions, saves_first
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 FUSED_MAX_HEAD_DIM = 128
@@ -219,6 +219,12 @@ class LocalSizes:
         """Whether gradients are reduced in the next layer of the backward pass (planner/recompute.py)."""
         sizes = {"data": self.data, "fsdp": self.fsdp, "context": self.context, "pipeline": self.pipeline}
         return defers_reductions(self.model, self.config.compute, sizes, frozen=bool(self.adapted))
+
+    @property
+    def beside_attention(self) -> bool:
+        """Whether weights of experts are gathered, and their gradients reduced, while attention runs (planner/recompute.py)."""
+        sizes = {axis: getattr(self, axis) for axis in ("data", "fsdp", "context", "tensor", "expert", "pipeline")}
+        return beside_attention(self.model, self.config.compute, sizes, frozen=bool(self.adapted))
 
     @cached_property
     def slots(self) -> int:

@@ -9,7 +9,8 @@ of gradients. It does not where layers have experts. Collectives of embedding, l
 
 Collectives of all axes run one after another. Where tokens wait for an exchange or for hops of a ring, they also wait for the gather of
 experts' parameters, which XLA starts with the layer, and in the backward pass for the reduction of their gradients, which it starts after
-the MLP: these overlap with the computation around attention, up to the first transfer, and the MLP overlaps with none of them.
+the MLP: these overlap with the computation around attention, up to the first transfer, and the MLP overlaps with none of them. Where these
+run while attention does (models/beside_attention.py), they overlap with it alone.
 """
 
 from __future__ import annotations
@@ -63,9 +64,12 @@ class Communication:
         return item.where == "layer" and set(item.axes) <= set(OVERLAPPED_AXES) and item.kind != "all-to-all" and not item.of_tokens
 
     @property
-    def group(self) -> str:
-        """What it is of, among the communication that is overlapped: `experts`, `stream` or (other) `parameters`."""
-        return "stream" if self.beside_gradients else "experts" if self.planned.what == "experts" else "parameters"
+    def groups(self) -> tuple[str, ...]:
+        """What it is of, among the communication that is overlapped, from the narrowest to the widest group."""
+        if self.beside_gradients:
+            return "stream", "parameters"
+        of_experts = ("experts",) if self.planned.kind == "all-gather" else ("expert gradients", "experts")
+        return (*(of_experts if self.planned.what == "experts" else ()), "parameters")
 
     @property
     def in_ring(self) -> bool:
@@ -130,8 +134,8 @@ def exposed_s(
       eta: fraction of the shorter of the two that is overlapped.
       faster: kind of link -> hypothetical speed-up, default 1.
       tensor_overlap: fraction of the gathers and scatters over tensor that the software overlaps with the matmuls around them.
-      beside_s: group (`experts`: parameters of experts, `stream`: the residual stream over tensor) -> phase -> the part of that compute
-        that its communication overlaps with; without a group: all.
+      beside_s: group of communication (`Communication.groups`: the residual stream over tensor, experts' parameters, their gradients) ->
+        phase -> the part of that compute that it overlaps with. Without its group it is one of the next wider group; `parameters`: all.
     """
     speed = faster or {}
     parts = dict(beside_s or {}) | {"parameters": compute_s}
@@ -139,7 +143,7 @@ def exposed_s(
     hops: dict[str, dict[str, float]] = {phase: {} for phase in compute_s}
     exposed: dict[str, float] = {}
     for item in communication:
-        group = item.group if item.group in parts else "parameters"
+        group = next(name for name in item.groups if name in parts)
         into = hops[item.planned.phase] if item.in_ring else overlappable[group][item.planned.phase] if item.overlappable else exposed
         visible = 1.0 - tensor_overlap if item.planned.where == "layer" and item.planned.axes == ("tensor",) else 1.0
         for kind, seconds in item.by_kind().items():

@@ -120,6 +120,18 @@ def defers_reductions(model: ModelConfig, compute: ComputeConfig, sizes: Mapping
     return experts and copies > 1 and sizes.get("pipeline", 1) == 1 and not frozen
 
 
+def beside_attention(model: ModelConfig, compute: ComputeConfig, sizes: Mapping[str, int], *, frozen: bool) -> bool:
+    """Return whether weights of experts are gathered, and their gradients reduced, while attention runs (models/beside_attention.py).
+
+    So it is where latent attention, which runs in blocks, takes longest in a layer that is computed again from its input, and tokens are
+    exchanged over `tensor` or `expert`. Attention over `context` communicates itself. Arguments: as of `defers_reductions`.
+    """
+    exchanged = sizes.get("tensor", 1) * sizes.get("expert", 1) > 1 and sizes.get("context", 1) == 1
+    again = compute.remat.policy == "full" or (compute.remat.policy == "offload" and tuple(compute.remat.names) == ("block_input",))
+    blocks = model.latent_attention is not None and exchanged and again
+    return blocks and defers_reductions(model, compute, sizes, frozen=frozen)
+
+
 def saves_first(model: ModelConfig, compute: ComputeConfig, *, tensor: int, pipeline: int) -> bool:
     """Return whether the backward pass of the loop over layers begins when all that it saved is there (models/backward_order.py).
 

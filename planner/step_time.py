@@ -218,9 +218,14 @@ def step_parts(
     state = offloaded_state_bytes(local) if machine.device.tensor_cores else 0
     copies = Work(0.0, kernels.memory_s(offloaded))  # host copies also use device memory bandwidth
     in_queue = (local.ring and local.context > 1) or exchange_method(config.model.moe, config.compute.experts, sizes) is not None
+    in_queue |= config.model.moe is not None and local.tensor > 1
     stream = software.overlaps_scatters and config.model.moe is None
     beside = {"stream": kernels.beside_scatters()} if stream else {}
-    beside |= {"experts": kernels.around_attention()} if software.one_queue and in_queue else {}
+    if software.one_queue and local.beside_attention:
+        core = kernels.attention()
+        beside |= {"experts": PassTimes(core.forward, core.forward), "expert gradients": PassTimes(Work(), core.backward)}
+    elif software.one_queue and in_queue:
+        beside |= {"experts": kernels.around_attention()}
     return StepParts(
         config=config,
         devices=local.devices,

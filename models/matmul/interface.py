@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec
 
 from ridgeline.models.int8 import Int8, Matrix, scale_axes, values_of
 from ridgeline.models.matmul import block_scaled, dense, fp8
-from ridgeline.models.params import Amax, Path, logical_axes, slot_of
+from ridgeline.models.params import Amax, Path, gathered_of, logical_axes, slot_of
 from ridgeline.sharding.manual import look_up, look_up_gradient, on_shards, reduce_gradient, row_major
 
 if TYPE_CHECKING:
@@ -158,11 +158,14 @@ class Weight(NamedTuple):
     amax: jax.Array | None
     slot: jax.Array | None = None
     """Takes the unreduced gradient (models/deferred_gradients.py); None: it is reduced within its layer."""
+    gathered: jax.Array | None = None
+    """What was gathered of it before (models/beside_attention.py); None: it is gathered where it is used."""
 
 
 def weight_of(param: Matrix) -> Weight:
-    """Return the stored values of a parameter, its amax if it is known, and its slot if it has one."""
-    return Weight(values_of(param), param.get_metadata().get(_AMAX) if isinstance(param, nnx.Param) else None, slot_of(param))
+    """Return the stored values of a parameter, its amax if it is known, its slot if it has one, and what was gathered of it before."""
+    amax = param.get_metadata().get(_AMAX) if isinstance(param, nnx.Param) else None
+    return Weight(values_of(param), amax, slot_of(param), gathered_of(param))
 
 
 class Gathered(NamedTuple):

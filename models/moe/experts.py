@@ -133,6 +133,12 @@ class Experts:
         y_BTD: jax.Array = _narrow(self._for(weight), hidden_RF, weights_BTK, plan, weight, None if adapter is None else adapter.pair)
         return y_BTD
 
+    def gather(self, params: Sequence[Matrix], after: jax.Array) -> tuple[jax.Array, list[Gathered]]:
+        """Return an array as it is, and matrices gathered over fsdp, without a gradient; the gather begins when that array is there."""
+        weights = [jax.tree.map(jax.lax.stop_gradient, weight_of(param)._replace(slot=None, gathered=None)) for param in params]
+        after, sent = together(after, [self._sent(weight) for weight in weights])
+        return after, [self._over_fsdp(each) for each in jax.tree.map(jax.lax.stop_gradient, sent)]
+
     # What the local functions share.
 
     def _for(self, weight: Weight) -> Experts:
@@ -179,14 +185,22 @@ class Experts:
         return Quantized(spec, rules.spec(("experts",))) if self.matmul.float8 else spec  # type: ignore[arg-type]
 
     def _gathered(self, param: Weight) -> Gathered:
-        """Cast or quantize and gather a stored parameter; one in 8 bits as it is."""
-        gather = self.matmul.partitioner.gather_param
+        """Return a stored parameter, cast or quantized (one in 8 bits as it is), gathered over fsdp."""
+        return self._over_fsdp(self._sent(param)) if param.gathered is None else param.gathered
+
+    def _sent(self, param: Weight) -> Gathered:
+        """Return the device's part of what is gathered of a parameter."""
         if isinstance(param.w, Int8):
-            return Int8(gather(param.w.stored, *MATRIX_AXES), param.w.scale)
-        if self.matmul.float8:
-            quantized = quantize_experts(param.w, param.amax)
-            return Quantized(gather(quantized.values, *MATRIX_AXES), quantized.scale)
-        return gather(param.w.astype(self.matmul.compute_dtype), *MATRIX_AXES)
+            return param.w
+        return quantize_experts(param.w, param.amax) if self.matmul.float8 else param.w.astype(self.matmul.compute_dtype)
+
+    def _over_fsdp(self, sent: Gathered) -> Gathered:
+        gather = self.matmul.partitioner.gather_param
+        if isinstance(sent, Int8):
+            return Int8(gather(sent.stored, *MATRIX_AXES), sent.scale)
+        if isinstance(sent, Quantized):
+            return Quantized(gather(sent.values, *MATRIX_AXES), sent.scale)
+        return gather(sent, *MATRIX_AXES)
 
     def _operand(self, x: jax.Array, dtype: jnp.dtype) -> Operand:
         """Return what the kernel multiplies: x, or in float8 with one scale for this device."""
@@ -304,6 +318,16 @@ Tree = TypeVar("Tree")
 def _exact(x: Operand) -> jax.Array:
     """Return an operand as an array: float8 values in bfloat16 times their scale."""
     return fp8.dequantize(x.values, x.scale, jnp.dtype(jnp.bfloat16)) if isinstance(x, Quantized) else x
+
+
+@jax.custom_vjp
+def together(x: jax.Array, others: Tree) -> tuple[jax.Array, Tree]:
+    """Return both arguments; nothing reads one of them before all are there. Only x has a gradient, which waits for nothing."""
+    both: tuple[jax.Array, Tree] = jax.lax.optimization_barrier((x, others))
+    return both
+
+
+together.defvjp(lambda x, others: (together(x, others), None), lambda _, gradients: (gradients[0], None))
 
 
 def _gradient_of(experts: Experts, param: Weight, grad: jax.Array) -> Weight:

@@ -65,6 +65,16 @@ class MixtureOfExperts(nnx.Module):
         self.set_sums(sums)
         return update_BTD
 
+    @property
+    def matrices(self) -> list[nnx.Param]:
+        """Trained matrices of the experts."""
+        return [matrix for matrix in (self.up, self.gate, self.down) if isinstance(matrix, nnx.Param)]
+
+    def gather(self, after: jax.Array) -> tuple[jax.Array, list[Any]]:
+        """Return an array as it is, and the matrices gathered over fsdp (`Experts.gather`)."""
+        assert self.execution.experts is not None
+        return self.execution.experts.gather(self.matrices, after)
+
     def set_sums(self, sums: RouterSums) -> None:
         """Set what `router_sums` returns."""
         self.sums = RouterState(sums)

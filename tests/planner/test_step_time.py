@@ -321,7 +321,7 @@ def test_parameters_of_experts_overlap_with_attention_alone_where_tokens_wait_in
     made, sizes = load("models/mixtral-8x7b", overrides).config, dict.fromkeys(MESH_AXES, 1) | {"fsdp": 4, "expert": 8}
     dgx, layers = load_cluster("dgx-h100").config, 4 * 32
     parts = step_parts(made, sizes, Machine(dgx, CALIBRATION, 32))
-    [gather] = [item for item in parts.communication if item.group == "experts" and item.planned.phase == "forward"]
+    [gather] = [item for item in parts.communication if item.groups[0] == "experts" and item.planned.phase == "forward"]
     around = {"experts": {"forward": parts.beside["experts"].forward.seconds, "backward": parts.beside["experts"].backward.seconds}}
     assert gather.seconds / layers == pytest.approx(5.5e-3, rel=0.02)
     compute = {"forward": parts.forward.seconds, "backward": parts.backward.seconds}
