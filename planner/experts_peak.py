@@ -66,12 +66,13 @@ class ExpertsPeak(LiveBuffers):
         """Whether the gathers of the next layer's weights begin after the MLP of a layer with experts: what follows covers them.
 
         With values in host memory they begin before it, as there is less: the next layer waits for these copies. So they do where gate and
-        up are computed again for few tokens (heap of Mixtral, fsdp=32 x expert=2, 4,096 tokens; not so with 16,384 over fsdp=32).
+        up are computed again for few tokens (heap of Mixtral, fsdp=32 x expert=2, 4,096 tokens; not so with 16,384 over fsdp=32), and where
+        `covers_little`.
         """
         local = self.local
         again = expert_layers.recomputes_experts(local) and not local.sends_uncapped
         again &= not (self.defers and local.expert == 1 and local.config.compute.remat.policy == "full")
-        few = again and self.gathered_layer() > MUCH_PER_TOKEN * local.tokens
+        few = (again and self.gathered_layer() > MUCH_PER_TOKEN * local.tokens) or self.covers_little
         if self.defers and local.tensor > 1:
             return True
         return self.plain_experts and not local.config.compute.remat.offloads and not few
@@ -203,6 +204,7 @@ class ExpertsPeak(LiveBuffers):
         beside += 2 * (local.hidden_bytes - routed)  # of shared experts
         capped = expert_layers.capped(local)
         known = self.program.measured_matmuls or (local.expert == 1 if capped else local.latent_bytes > 0)
+        known &= capped or not self.beside_attention
         apart = 0 if known else gates + 1 if capped and (local.latent_bytes or not self.defers) else 1
         if expert_layers.fetches_within_layers(local):
             apart = 2 if expert_layers.fetched_early(local) and not self.defers else 1

@@ -132,6 +132,17 @@ class LiveBuffers:
         return self.combined and self.local.beside_attention
 
     @property
+    def covers_little(self) -> bool:
+        """Whether the MLP of a layer with few tokens for its experts, which keeps gate and up, covers neither gathers nor reductions.
+
+        Its kernels are counted with constants then: the next layer's weights and one gradient of its own are there too (two heaps of Mixtral
+        on A100s, over fsdp=512 with attention-only and over fsdp=128 x expert=2 with none).
+        """
+        local = self.local
+        kept = not expert_layers.recomputes_experts(local) and not self.program.measured_matmuls
+        return self.defers and kept and not local.ties_weight_gradients and local.tensor == 1
+
+    @property
     def deferred_gradients(self) -> int:
         """Bytes of the unreduced gradients of the experts of the layer before, until the backward pass of a layer's MLP is over.
 
@@ -143,7 +154,7 @@ class LiveBuffers:
             return 0
         matrices = 3 if local.model.gated_mlp else 2
         weights = moe.experts // local.expert * local.model.embed_dim * local.model.expert_width // local.tensor
-        own = int(not local.ties_weight_gradients and expert_layers.capped(local) and local.tensor == 1)
+        own = int(self.covers_little or (not local.ties_weight_gradients and expert_layers.capped(local) and local.tensor == 1))
         return (matrices + own) * weights * local.gradient_itemsize
 
     @property
@@ -393,7 +404,10 @@ class LiveBuffers:
         # a loop copies values to host memory: without it gate and up are kept, or computed again as soon as their input is there
         kept = expert_layers.fetches_within_layers(local) and not {"mlp_gate", "mlp_up"}.isdisjoint(local.config.compute.remat.names)
         of_mlp = layers * (2 if local.model.gated_mlp else 1) * dense.hidden_bytes if kept else 0
-        return Outside(layers * dense.gathered_layer_weights * local.matrix_itemsize + table, self.recomputed_attention() + of_mlp)
+        weights = (
+            0 if self.beside_attention else layers * dense.gathered_layer_weights * local.matrix_itemsize + table
+        )  # no gather is early
+        return Outside(weights, self.recomputed_attention() + of_mlp)
 
     def recomputed_attention(self) -> int:
         """Return the bytes of one layer's attention that was recomputed before its backward pass: queries, keys, values, and the results
