@@ -70,6 +70,15 @@ def late_over_tensor(local: LocalSizes, program: GpuProgram) -> bool:
     return over_tensor(local) and not program.measured_matmuls and plain
 
 
+def gathered_twice(local: LocalSizes) -> int:
+    """Return the bytes of the tokens of a whole group and of the gradients of their results, over tensor each gathered over expert first.
+
+    Where experts have a capacity it is most if a group has many more tokens than its experts take (heap of DeepSeek V2 Lite, tensor=2 x
+    expert=16).
+    """
+    return 2 * (local.slot_bytes + (local.slot_bytes // local.tensor if local.tensor > 1 else 0))
+
+
 def hidden_activations(local: LocalSizes, program: GpuProgram) -> int:
     """Return how many hidden activations the weight gradients of a layer are computed from.
 

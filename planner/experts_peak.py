@@ -191,6 +191,8 @@ class ExpertsPeak(LiveBuffers):
         or up comes from host memory it keeps its place, as that of the next layer does. The rows have their inputs and the gradients of
         their results. Then the weight gradients of gate and up are there, and the gradients of the rows by both: of the hidden activations
         the input of down, and one of the gradients, or the sum in slots. The weight gradient of down comes later, beside the exchange.
+        Where collectives run beside attention, one is written to a place of its own without a capacity, and over tensor the streams are
+        there beside attention's arrays. Tokens gathered for experts with a capacity are there before the rows, with their gradients.
         (Heaps of Qwen3 30B and 235B, DeepSeek V2 Lite and V3, and of Mixtral over tensor=4 and 8.)
         """
         local, gates = self.local, 2 if self.local.model.gated_mlp else 1
@@ -204,13 +206,16 @@ class ExpertsPeak(LiveBuffers):
         beside += 2 * (local.hidden_bytes - routed)  # of shared experts
         capped = expert_layers.capped(local)
         known = self.program.measured_matmuls or (local.expert == 1 if capped else local.latent_bytes > 0)
-        known &= capped or not self.beside_attention
+        known = capped if self.beside_attention else known
         apart = 0 if known else gates + 1 if capped and (local.latent_bytes or not self.defers) else 1
         if expert_layers.fetches_within_layers(local):
             apart = 2 if expert_layers.fetched_early(local) and not self.defers else 1
         in_kernel = (gates + 1 + apart) * hidden + 2 * local.row_bytes
         summed = 3 * local.row_bytes + hidden + max(hidden, local.slot_bytes or local.stream_bytes)
-        return [("its MLP", in_kernel, beside, matrices, 0, mask), ("its MLP", summed, beside, matrices, computed, mask)]
+        points = [("its MLP", in_kernel, beside, matrices, 0, mask), ("its MLP", summed, beside, matrices, computed, mask)]
+        if capped and local.expert > 1 and not expert_layers.sends_capped(local):
+            points.append(("its MLP", expert_layers.gathered_twice(local), beside, matrices, 0, mask))
+        return points
 
     def _beside_attention(self, streams: int, mask: int) -> list[Point]:
         """Return the points in the experts of a layer with few tokens whose collectives run while attention does.

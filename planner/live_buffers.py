@@ -135,8 +135,8 @@ class LiveBuffers:
     def covers_little(self) -> bool:
         """Whether the MLP of a layer with few tokens for its experts, which keeps gate and up, covers neither gathers nor reductions.
 
-        Its kernels are counted with constants then: the next layer's weights and one gradient of its own are there too (two heaps of Mixtral
-        on A100s, over fsdp=512 with attention-only and over fsdp=128 x expert=2 with none).
+        Its kernels are counted with constants then: the next layer's weights and one gradient of its own are there too (heaps of Mixtral on
+        A100s, over fsdp=512 with attention-only and over fsdp=128 x expert=2 with none).
         """
         local = self.local
         kept = not expert_layers.recomputes_experts(local) and not self.program.measured_matmuls

@@ -125,8 +125,7 @@ def _before_rows(local: LocalSizes) -> int:
     The tokens and these gradients of the whole group, over tensor each gathered over expert first; in the rows of the experts what is
     selected, and gate and up. It is most where a group has many more tokens than its experts take (heap of Scout, tensor=4 x expert=16).
     """
-    gathered = 2 * (local.slot_bytes + (local.slot_bytes // local.tensor if local.tensor > 1 else 0))
-    return gathered + local.row_bytes + _gates(local) * local.hidden_bytes
+    return expert_layers.gathered_twice(local) + local.row_bytes + _gates(local) * local.hidden_bytes
 
 
 def _in_narrow_experts(live: LiveBuffers, weights: int, pending: int, mask: int) -> list[Point]:

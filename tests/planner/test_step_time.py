@@ -330,3 +330,29 @@ def test_parameters_of_experts_overlap_with_attention_alone_where_tokens_wait_in
     assert sum(exposed_s([gather], compute).values()) / layers == pytest.approx((1 - ETA) * 5.5e-3, rel=0.05)
     alone = step_parts(made, dict.fromkeys(MESH_AXES, 1) | {"fsdp": 32}, Machine(dgx, CALIBRATION, 32))
     assert "experts" not in alone.beside, "no exchange"
+
+
+def test_collectives_of_experts_beside_attention_overlap_with_it_alone():
+    """DeepSeek V3 over tensor: the gathers of both passes with attention's forward pass, the reductions with its backward pass."""
+    batch = ["data.seq_len=4096", "data.batch_size=8192", "trainer.accumulation=4", "compute.remat.policy=full"]
+    made, sizes = load("models/deepseek-v3-671b", batch).config, dict.fromkeys(MESH_AXES, 1) | {"fsdp": 512, "tensor": 2}
+    parts = step_parts(made, sizes, Machine(load_cluster("dgx-h100").config, CALIBRATION, 1024))
+    gathers, reductions = parts.beside["experts"], parts.beside["expert gradients"]
+    assert gathers.forward == gathers.backward and not reductions.forward.seconds
+    assert 0 < gathers.forward.seconds < reductions.backward.seconds < parts.backward.seconds - gathers.backward.seconds
+    beside = {name: {"forward": times.forward.seconds, "backward": times.backward.seconds} for name, times in parts.beside.items()}
+    compute = {"forward": parts.forward.seconds, "backward": parts.backward.seconds}
+    of_experts = [item for item in parts.communication if item.planned.what == "experts" and item.planned.where == "layer"]
+    assert {item.groups[0] for item in of_experts} == set(beside)
+    for item in of_experts:
+        hidden = beside[item.groups[0]][item.planned.phase]
+        exposed = sum(exposed_s([item], compute, beside_s=beside).values())
+        assert exposed == pytest.approx(item.seconds - ETA * min(hidden, item.seconds))
+        assert exposed > 0.2 * item.seconds, "longer than attention"
+
+
+@pytest.mark.parametrize(("sizes", "waits"), [({"fsdp": 4, "tensor": 8}, True), ({"fsdp": 4, "expert": 8}, True), ({"fsdp": 32}, False)])
+def test_tokens_that_are_gathered_over_tensor_wait_for_parameters_of_experts_too(sizes, waits):
+    made = load("models/mixtral-8x7b", ["data.seq_len=2048", "data.batch_size=256"]).config
+    parts = step_parts(made, dict.fromkeys(MESH_AXES, 1) | sizes, Machine(load_cluster("dgx-h100").config, CALIBRATION, 32))
+    assert ("experts" in parts.beside) == waits and "expert gradients" not in parts.beside
