@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ridgeline.planner import block_scaled, narrow_experts, ordered_experts
 from ridgeline.planner.activations import NODE_DEVICES, Component, mask_bytes, offloaded_bytes, offloads_inputs
+from ridgeline.planner.experts_peak import MUCH_PER_TOKEN
 from ridgeline.planner.layer_peak import LayerPeak
 from ridgeline.planner.live_buffers import DELAYED
 from ridgeline.planner.recompute import recomputed, waiting
@@ -93,11 +94,12 @@ class InLoss(LayerPeak):
     def forward(self) -> dict[str, dict[str, Component]]:
         """Return the point at the start of the forward pass of turns of several layers with experts, in a loop of microbatches.
 
-        The forward pass of a turn has no order of its own: the weights of two turns are gathered at once, and both tables. With few tokens
-        this is most (heap of Llama 4 Scout, fsdp=128).
+        The forward pass of a turn has no order of its own: with few tokens the weights of two turns are gathered at once, and both tables
+        (heaps of Llama 4 Scout, fsdp=128; with 32,768 tokens and fsdp=512 those of five layers, which is not most).
         """
         local, model = self.local, self.local.model
-        if not (self.turn.in_order and self.in_loop and self.combined and model.moe is not None and local.fsdp > 1):
+        few = self.gathered_layer() > MUCH_PER_TOKEN * local.tokens
+        if not (self.turn.in_order and self.in_loop and self.combined and model.moe is not None and few):
             return {}
         tables = (1 if model.tie_embeddings else 2) * local.compute_itemsize * local.table
         weights = 2 * model.layer_period * self.gathered_layer() + tables
