@@ -170,7 +170,7 @@ class ExpertsPeak(LiveBuffers):
         if self.gradients_before_rows:
             return self._after_weight_gradients(matrices, mask)
         if self.beside_attention:
-            return self._beside_attention(streams, mask)
+            return self._beside_attention(mask)
         points = self._rows_by_gate_and_up(matrices, streams, mask)
         if self.activates_in_place:
             # before that kernel: gate, up, and the gradient of the input of down, whose matrix has just been read
@@ -191,15 +191,12 @@ class ExpertsPeak(LiveBuffers):
         or up comes from host memory it keeps its place, as that of the next layer does. The rows have their inputs and the gradients of
         their results. Then the weight gradients of gate and up are there, and the gradients of the rows by both: of the hidden activations
         the input of down, and one of the gradients, or the sum in slots. The weight gradient of down comes later, beside the exchange.
-        Where collectives run beside attention, one is written to a place of its own without a capacity, and over tensor the streams are
-        there beside attention's arrays. Tokens gathered for experts with a capacity are there before the rows, with their gradients.
+        Where collectives run beside attention, one is written to a place of its own without a capacity. Tokens gathered for experts with a
+        capacity are there before the rows, with their gradients.
         (Heaps of Qwen3 30B and 235B, DeepSeek V2 Lite and V3, and of Mixtral over tensor=4 and 8.)
         """
         local, gates = self.local, 2 if self.local.model.gated_mlp else 1
-        beside = expert_layers.beside_experts(local, self.program)
-        if local.latent_bytes and local.tensor > 1:
-            streams = LATENT_STREAMS * local.stream_bytes
-            beside = beside + streams if self.beside_attention else max(beside, streams)
+        beside = self._beside_experts()
         computed = gates * local.mlp_matrix * local.gradient_itemsize
         routed = local.expert_rows * local.model.expert_width // local.tensor * local.compute_itemsize
         hidden = routed + (local.padded_hidden_bytes - local.hidden_bytes if local.pads_hidden else 0)
@@ -217,7 +214,7 @@ class ExpertsPeak(LiveBuffers):
             points.append(("its MLP", expert_layers.gathered_twice(local), beside, matrices, 0, mask))
         return points
 
-    def _beside_attention(self, streams: int, mask: int) -> list[Point]:
+    def _beside_attention(self, mask: int) -> list[Point]:
         """Return the points in the experts of a layer with few tokens whose collectives run while attention does.
 
         First gate and up, the gradient of the input of down, and the matrices of all three; in the rows their inputs and the gradients of
@@ -225,12 +222,21 @@ class ExpertsPeak(LiveBuffers):
         come meanwhile. (Heaps of DeepSeek V3 over tensor=2 and 4, expert=2 and 4.)
         """
         local, matrix = self.local, self.local.mlp_matrix * self.local.matrix_itemsize
-        of_hidden, others = 3 * local.hidden_bytes, streams * local.stream_bytes
-        summed = others - 4 * local.tokens * local.model.embed_dim // local.tensor
+        of_hidden, others = 3 * local.hidden_bytes, self._beside_experts()
+        summed = others - 4 * local.tokens * local.model.embed_dim // local.tensor  # `backward` adds one stream in float32
         return [
             ("its MLP", of_hidden + 2 * local.row_bytes, others, 3 * matrix, 0, mask),
             ("its MLP", of_hidden + 4 * local.row_bytes + local.slot_bytes, summed, matrix, 0, mask),
         ]
+
+    def _beside_experts(self) -> int:
+        """Return what is live beside rows and hidden activations of a layer's experts (`expert_layers.beside_experts`), with the streams of
+        latent attention over tensor: where collectives run beside attention, they are there beside its arrays."""
+        local, found = self.local, expert_layers.beside_experts(self.local, self.program)
+        if not (local.latent_bytes and local.tensor > 1):
+            return found
+        streams = LATENT_STREAMS * local.stream_bytes
+        return found + streams if self.beside_attention else max(found, streams)
 
     def _rows_by_gate_and_up(self, matrices: int, streams: int, mask: int) -> list[Point]:
         """Return the point in the experts of a layer where the gradients of their rows by gate and by up are summed into slots.
