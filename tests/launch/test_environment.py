@@ -25,6 +25,7 @@ from ridgeline.launch.cuda_plugin import has_nvidia_hardware
 from ridgeline.launch.environment import (
     DETERMINISTIC_OPS,
     KERNEL_CHOICES,
+    PIPELINED_GATHERS,
     PIPELINED_REDUCTIONS,
     Host,
     Setting,
@@ -150,36 +151,42 @@ def test_the_pass_that_puts_zeros_in_place_of_a_devices_own_shard_does_not_run()
     assert "all-gather-to-collective-permute-simplifier" in chosen("hopper")["--xla_disable_hlo_passes"].value.split(",")
 
 
-def moves_reductions_itself(config: Config) -> bool:
-    """Whether XLA's pass that moves reductions into the next layer does not run."""
-    return PIPELINED_REDUCTIONS in chosen("hopper", config=config)["--xla_disable_hlo_passes"].value.split(",")
+def moves_itself(config: Config, what: str = PIPELINED_REDUCTIONS) -> bool:
+    """Whether XLA's pass that moves reductions into the next layer, or gathers into the one before, does not run."""
+    return what in chosen("hopper", config=config)["--xla_disable_hlo_passes"].value.split(",")
 
 
 @pytest.mark.parametrize("model", ["mixtral-8x7b", "gpt-oss-20b", "deepseek-v2-lite", "llama-3.1-8b"])
-def test_xla_moves_no_reduction_where_the_program_does(model: str) -> None:
-    """It would take layers out of the loop for the small ones that are left, and keep the unreduced gradients of these layers."""
-    draw, found = random.Random(f"{seed()} {model}"), set()
-    for _ in range(40):
+def test_xla_moves_no_reduction_and_no_gather_where_the_program_does(model: str) -> None:
+    """It would take layers out of the loop for the small reductions that are left, and keep the unreduced gradients of these layers; and
+    move the gathers that wait for attention's queries into the layer before."""
+    draw, found, gathers = random.Random(f"{seed()} {model}"), set(), set()
+    for _ in range(60):
         axes = {axis: draw.choice([1, 1, 2]) for axis in ("data", "context", "tensor")} | {"fsdp": draw.choice([1, 8])}
         axes["pipeline"] = draw.choice([1, 1, 2]) if model == "mixtral-8x7b" else 1
         axes["expert"] = 1 if model.startswith("llama") else draw.choice([1, 2, 8])
         mesh = [f"mesh.{axis}={size}" for axis, size in axes.items()]
         rows = 8 * axes["data"] * axes["fsdp"] * axes["expert"]
         adapters = draw.choice([[], [], ["lora.rank=8"]]) if axes["pipeline"] == 1 else []
-        config = load(f"models/{model}", [*mesh, f"data.batch_size={rows}", "trainer.accumulation=4", *adapters]).config
+        remat = [f"compute.remat.policy={draw.choice(['full', 'none'])}"]
+        config = load(f"models/{model}", [*mesh, *remat, f"data.batch_size={rows}", "trainer.accumulation=4", *adapters]).config
         partitioner = Partitioner(abstract_mesh(config.mesh, math.prod(axes.values())))
-        program = parallelize(config.model, config.compute, config.precision, partitioner, config.lora).defers
-        assert moves_reductions_itself(config) == program == LocalSizes.of(config, axes).defers_reductions, (axes, adapters)
-        assert not (program and adapters), "adapters have small gradients"
-        found.add(program)
+        program = parallelize(config.model, config.compute, config.precision, partitioner, config.lora)
+        local = LocalSizes.of(config, axes)
+        assert moves_itself(config) == program.defers == local.defers_reductions, (axes, adapters)
+        assert moves_itself(config, PIPELINED_GATHERS) == program.beside_attention == local.beside_attention, (axes, adapters, remat)
+        assert not (program.defers and adapters), "adapters have small gradients"
+        found.add(program.defers)
+        gathers.add(program.beside_attention)
     assert found == ({False} if model.startswith("llama") else {True, False})
+    assert gathers == ({True, False} if model.startswith("deepseek") else {False})
 
 
 def test_xla_moves_reductions_while_the_mesh_has_no_sizes() -> None:
     sized = ["mesh.fsdp=8", "data.batch_size=256", "data.seq_len=8192"]
-    assert moves_reductions_itself(load("models/mixtral-8x7b", sized).config)
+    assert moves_itself(load("models/mixtral-8x7b", sized).config)
     for axis in MESH_AXES:
-        assert not moves_reductions_itself(load("models/mixtral-8x7b", [*sized, f"mesh.{axis}=-1"]).config), axis
+        assert not moves_itself(load("models/mixtral-8x7b", [*sized, f"mesh.{axis}=-1"]).config), axis
 
 
 def test_threads_follow_the_cores_of_a_process_that_shares_its_node() -> None:
