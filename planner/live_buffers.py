@@ -404,9 +404,7 @@ class LiveBuffers:
         # a loop copies values to host memory: without it gate and up are kept, or computed again as soon as their input is there
         kept = expert_layers.fetches_within_layers(local) and not {"mlp_gate", "mlp_up"}.isdisjoint(local.config.compute.remat.names)
         of_mlp = layers * (2 if local.model.gated_mlp else 1) * dense.hidden_bytes if kept else 0
-        weights = (
-            0 if self.beside_attention else layers * dense.gathered_layer_weights * local.matrix_itemsize + table
-        )  # no gather is early
+        weights = 0 if self.beside_attention else layers * dense.gathered_layer_weights * local.matrix_itemsize + table
         return Outside(weights, self.recomputed_attention() + of_mlp)
 
     def recomputed_attention(self) -> int:

@@ -29,11 +29,9 @@ from ridgeline.planner.parameters import (
     mtp_projection_parameters,
 )
 from ridgeline.planner.pipeline import Schedule
-from ridgeline.planner.recompute import beside_attention, defers_reductions, saves_first
+from ridgeline.planner.recompute import FUSED_MAX_HEAD_DIM, beside_attention, defers_reductions, saves_first
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
-FUSED_MAX_HEAD_DIM = 128
-"""Widest head of the fused attention kernels, as in models/attention (a test compares the two)."""
 
 
 @dataclass(frozen=True)

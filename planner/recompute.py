@@ -13,6 +13,8 @@ from ridgeline.configs.tuning_schema import LoraConfig
 from ridgeline.planner.experts import exchange_method
 from ridgeline.planner.parameters import DOWN, attention_weights
 
+FUSED_MAX_HEAD_DIM = 128
+"""Widest head of queries and keys of fused attention kernels (models/attention); attention of wider ones runs in blocks, by XLA."""
 FROM_BLOCK_INPUTS = ("full", "names", "offload")
 """Policies with which the backward pass computes the inputs of MLP down again."""
 
@@ -123,13 +125,13 @@ def defers_reductions(model: ModelConfig, compute: ComputeConfig, sizes: Mapping
 def beside_attention(model: ModelConfig, compute: ComputeConfig, sizes: Mapping[str, int], *, frozen: bool) -> bool:
     """Return whether weights of experts are gathered, and their gradients reduced, while attention runs (models/beside_attention.py).
 
-    So it is where latent attention, which runs in blocks, takes longest in a layer that is computed again from its input, and tokens are
+    So it is where latent attention runs in blocks, and takes longest, in a layer that is computed again from its input, and tokens are
     exchanged over `tensor` or `expert`. Attention over `context` communicates itself. Arguments: as of `defers_reductions`.
     """
     exchanged = sizes.get("tensor", 1) * sizes.get("expert", 1) > 1 and sizes.get("context", 1) == 1
     again = compute.remat.policy == "full" or (compute.remat.policy == "offload" and tuple(compute.remat.names) == ("block_input",))
-    blocks = model.latent_attention is not None and exchanged and again
-    return blocks and defers_reductions(model, compute, sizes, frozen=frozen)
+    blocks = model.latent_attention is not None and model.head_width > FUSED_MAX_HEAD_DIM
+    return blocks and exchanged and again and defers_reductions(model, compute, sizes, frozen=frozen)
 
 
 def saves_first(model: ModelConfig, compute: ComputeConfig, *, tensor: int, pipeline: int) -> bool:

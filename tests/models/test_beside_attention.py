@@ -20,7 +20,7 @@ from tests.models.test_backward_order import equations
 from tests.models.test_deferred_gradients import EXPERTS, HIDDEN, LAYERS, MOE, model_on, sharded_gradients, values
 from tests.sampling import seed
 
-WIDTH, HEADS, LATENT = 64, 8, LatentAttention(q_rank=24, kv_rank=16, nope_dim=6, rope_dim=4, value_dim=5)
+WIDTH, HEADS, LATENT = 64, 8, LatentAttention(q_rank=24, kv_rank=16, nope_dim=126, rope_dim=4, value_dim=5)
 LATENT_MODEL: dict[str, Any] = {"head_dim": None, "latent_attention": LATENT}
 MESHES: list[dict[str, int]] = [
     {"fsdp": 4, "tensor": 2},
@@ -124,3 +124,4 @@ def test_only_where_tokens_are_exchanged_and_latent_attention_is_computed_again(
         assert not applies(policy=policy, names=("mlp_up",) * (policy == "names")), policy
     assert not applies(policy="offload", names=("query", "mlp_up"))
     assert not applies(frozen=True) and not applies(latent_attention=None) and not applies(moe=None)
+    assert not applies(latent_attention=LATENT.model_copy(update={"nope_dim": 124})), "fused kernels take these heads"
