@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class BesideAttention:
-    """The attention of a layer with experts, while which its experts' collectives run."""
+    """The attention of a layer with experts, whose collectives run meanwhile."""
 
     def __init__(self, attend: AttendWith, mlp: MixtureOfExperts, hand_over: HandOver | None) -> None:
         """attend: attention itself. hand_over: to the next layer; None: gradients are reduced within the layer."""

@@ -96,6 +96,7 @@ def test_nearly_all_collective_bytes_of_deepseek_v3_on_1024_gpus_have_compute_be
     over_fsdp = [collective for collective in report.collectives if collective.axes == ("fsdp",)]
     assert sum(c.total_bytes for c in over_fsdp if overlapped(c)) >= 0.99 * sum(c.total_bytes for c in over_fsdp)
     assert report.fits and report.overlapped_share >= 0.95
+    assert all(row.agrees for row in report.traffic if tuple(row.axes) != ("tensor",)), report.traffic
     assert report.estimate.compiled_bytes == pytest.approx(report.compiled.allocated_bytes, rel=0.05)
     planned = step_time(config, report.compiled.mesh, PLACE, rates)
     assert planned.step_s == pytest.approx(report.schedule.step_s, rel=0.1)
