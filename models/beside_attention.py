@@ -7,7 +7,8 @@ reduction of experts that began before, and XLA's scheduler, which has no times 
 * Forward pass, and where it is computed again: the weights of the layer's experts are gathered when the queries of its attention are there,
   and attention's result is not used before they have come. No weights of another layer are there.
 * Backward pass: the gradients of the layer before (models/deferred_gradients.py) are reduced when the gradient of attention's result is
-  there; the gradients of queries, keys and values are not used before.
+  there; the gradients of queries, keys and values are not used before. The weight gradient of the matmul after attention comes before
+  (`Execution.after_attention`): XLA would take it to hide them.
 
 launch/environment.py disables XLA's pass that moves gathers into the turn before (collective-pipeliner-backward): it moves these too, as it
 looks at one array of an optimization barrier at a time (jax 0.10.2).

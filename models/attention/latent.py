@@ -109,7 +109,8 @@ class LatentSelfAttention(nnx.Module):
         else:
             context_BTNV = execution.attend(q_BTNH, k_BTNH, v_BTNV, segment_ids_BT)
         context_BTNV = partitioner.constrain(context_BTNV, "batch", "seq", "act_heads", None)
-        update: jax.Array = matmul("btnh,nhd->btd", context_BTNV, self.out, self.out_recent, adapters_of(self.adapters, "out"))
+        adapters = adapters_of(self.adapters, "out")
+        update: jax.Array = execution.after_attention("btnh,nhd->btd", context_BTNV, self.out, self.out_recent, adapters)
         return update
 
     def _queries(self, q_BTNH: jax.Array, rotary: RotaryTable) -> jax.Array:
