@@ -42,10 +42,9 @@ class BesideAttention:
         """Return the result of attention [B, T, N, H]."""
         if self.hand_over is not None:
             q_BTNH, k_BTKH, v_BTKH = self.hand_over.end(q_BTNH, k_BTKH, v_BTKH)
-        params = self.mlp.matrices
         q_BTNH, gathered = self.mlp.gather(q_BTNH)
         context_BTNH = self.attend(q_BTNH, k_BTKH, v_BTKH, sinks_N)
         context_BTNH, gathered = together(context_BTNH, gathered)
-        for param, each in zip(params, gathered, strict=True):
-            set_gathered(param, jax.lax.stop_gradient(each))
+        for param, each in zip(self.mlp.matrices, gathered, strict=True):
+            set_gathered(param, each)
         return context_BTNH if self.hand_over is None else self.hand_over.begin(context_BTNH)

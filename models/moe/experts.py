@@ -135,9 +135,8 @@ class Experts:
 
     def gather(self, params: Sequence[Matrix], after: jax.Array) -> tuple[jax.Array, list[Gathered]]:
         """Return an array as it is, and matrices gathered over fsdp, without a gradient; the gather begins when that array is there."""
-        weights = [jax.tree.map(jax.lax.stop_gradient, weight_of(param)._replace(slot=None, gathered=None)) for param in params]
-        after, sent = together(after, [self._sent(weight) for weight in weights])
-        return after, [self._over_fsdp(each) for each in jax.tree.map(jax.lax.stop_gradient, sent)]
+        after, sent = together(after, [self._sent(weight_of(param)) for param in params])
+        return after, [self._over_fsdp(each) for each in sent]
 
     # What the local functions share.
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-import numpy as np
 import pytest
 from flax import nnx
 
@@ -17,7 +16,7 @@ from ridgeline.configs.schema import ComputeConfig, RematConfig
 from ridgeline.models.decoder import Decoder
 from ridgeline.planner.recompute import beside_attention
 from tests.models.test_backward_order import equations
-from tests.models.test_deferred_gradients import EXPERTS, HIDDEN, LAYERS, MOE, model_on, sharded_gradients, values
+from tests.models.test_deferred_gradients import EXPERTS, HIDDEN, LAYERS, MOE, check_gradients, model_on, sharded_gradients
 from tests.sampling import seed
 
 WIDTH, HEADS, LATENT = 64, 8, LatentAttention(q_rank=24, kv_rank=16, nope_dim=126, rope_dim=4, value_dim=5)
@@ -34,18 +33,16 @@ MODELS: list[dict[str, Any]] = [
     {"moe": MOE | {"shared_experts": 1}},
     {"num_layers": LAYERS + 1, "moe": MOE | {"dense_layers": 1, "shared_experts": 1}},
     {"gated_mlp": False, "activation": "gelu"},
-    {"mtp_layers": 1},
 ]
 
 
-def with_order(decoder: Decoder, *, beside: bool) -> Decoder:
-    """The same model with or without this order."""
+def without_order(decoder: Decoder) -> Decoder:
+    """The same model whose experts are gathered where they are used."""
     graphdef, state = nnx.split(decoder)
     other: Decoder = nnx.merge(graphdef, state)
-    other.execution = replace(decoder.execution, beside_attention=beside)
     for _, module in nnx.iter_modules(other):
         if hasattr(module, "execution"):
-            module.execution = replace(module.execution, beside_attention=beside)
+            module.execution = replace(module.execution, beside_attention=False)
     return other
 
 
@@ -56,16 +53,7 @@ def test_gradients_are_those_of_experts_that_are_gathered_where_they_are_used(ca
     experts = draw.choice([{}, {"capacity_factor": 1.5}, {"exchange": "all_to_all"}])
     decoder = model_on(mesh, "full", experts, **LATENT_MODEL | of_model)
     assert decoder.execution.beside_attention and decoder.execution.defers
-    run, inputs = sharded_gradients(decoder)
-    loss, gradients = run(*inputs)
-    run, inputs = sharded_gradients(with_order(decoder, beside=False))
-    wanted_loss, wanted = run(*inputs)
-    assert loss == wanted_loss
-    found_of, wanted_of = values(gradients), values(wanted)
-    assert found_of.keys() == wanted_of.keys()
-    for path, found in found_of.items():
-        scale = np.abs(wanted_of[path]).max()
-        np.testing.assert_allclose(found, wanted_of[path], rtol=0, atol=2e-6 * scale, err_msg=f"{path} {mesh} {experts} {of_model}")
+    check_gradients(decoder, without_order(decoder), f"{mesh} {experts} {of_model}")
 
 
 def barriers(program: Any) -> list[list[tuple[int, ...]]]:
@@ -93,7 +81,7 @@ def test_collectives_begin_after_queries_and_end_before_the_result_of_attention_
     of_out = [shapes for shapes in found if (HEADS, LATENT.value_dim, WIDTH) in shapes]
     assert len(of_out) == ("tensor" not in mesh), "the weight gradient after attention comes before"
     assert all(shapes == [(2, *context[1:]), (HEADS, LATENT.value_dim, WIDTH)] for shapes in of_out)
-    usual = barriers(jax.make_jaxpr(sharded_gradients(with_order(decoder, beside=False))[0])(*inputs).jaxpr)
+    usual = barriers(jax.make_jaxpr(sharded_gradients(without_order(decoder))[0])(*inputs).jaxpr)
     assert not any(query in shapes or context in shapes for shapes in usual if matrices[0] in shapes or slots[0] in shapes)
 
 
@@ -106,7 +94,7 @@ def test_nothing_gathered_is_kept_for_the_backward_pass() -> None:
         loops = [each for _, each in equations(jax.make_jaxpr(run)(*inputs).jaxpr) if each.primitive.name == "scan"]
         return sum(variable.aval.shape == (LAYERS, WIDTH, EXPERTS, HIDDEN) for each in loops for variable in each.outvars)
 
-    assert stacks(decoder) == stacks(with_order(decoder, beside=False)) > 0
+    assert stacks(decoder) == stacks(without_order(decoder)) > 0
 
 
 def test_only_where_tokens_are_exchanged_and_latent_attention_is_computed_again() -> None:

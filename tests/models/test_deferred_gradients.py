@@ -96,6 +96,19 @@ def values(tree: Any) -> dict[Any, np.ndarray]:
     return {path: np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(tree)}
 
 
+def check_gradients(decoder: Decoder, other: Decoder, case: str) -> None:
+    """Check that loss and gradients are those of the same model computed in another order."""
+    (run, inputs), (run_other, inputs_other) = sharded_gradients(decoder), sharded_gradients(other)
+    (loss, gradients), (wanted_loss, wanted) = run(*inputs), run_other(*inputs_other)
+    assert loss == wanted_loss
+    wanted_of, found_of = values(wanted), values(gradients)
+    assert found_of.keys() == wanted_of.keys()
+    for path, found in found_of.items():
+        scale = np.abs(wanted_of[path]).max()
+        assert scale > 0 or path == ("output",), path  # the unembedding belongs to the loss
+        np.testing.assert_allclose(found, wanted_of[path], rtol=0, atol=2e-6 * scale, err_msg=f"{path} {case}")
+
+
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_gradients_are_those_that_are_reduced_within_their_layer(kind: str) -> None:
     draw = random.Random(f"{seed()} {kind}")
@@ -105,17 +118,7 @@ def test_gradients_are_those_that_are_reduced_within_their_layer(kind: str) -> N
     experts = draw.choice([{}, {"capacity_factor": 1.5}, {"exchange": "all_to_all"}])
     decoder = model_on(mesh, policy, experts, **KINDS[kind])
     assert decoder.execution.defers, mesh
-    run, inputs = sharded_gradients(decoder)
-    loss, gradients = run(*inputs)
-    run, inputs = sharded_gradients(without_deferral(decoder))
-    wanted_loss, wanted = run(*inputs)
-    assert loss == wanted_loss
-    wanted_of, found_of = values(wanted), values(gradients)
-    assert found_of.keys() == wanted_of.keys()
-    for path, found in found_of.items():
-        scale = np.abs(wanted_of[path]).max()
-        assert scale > 0 or path == ("output",), path  # the unembedding belongs to the loss
-        np.testing.assert_allclose(found, wanted_of[path], rtol=0, atol=2e-6 * scale, err_msg=f"{path} {mesh} {policy} {experts}")
+    check_gradients(decoder, without_deferral(decoder), f"{mesh} {policy} {experts}")
 
 
 def test_no_slots_of_all_layers_are_saved() -> None:
