@@ -3,7 +3,8 @@
 `python benchmarks/gpu_numerics.py [attention | experts | float8 | steps] [--seed N] [--output FILE] [--tiny]`
 
 * attention: outputs and gradients of cuDNN's and our Pallas kernels, for masks with and without window, packed rows, sinks, grouped heads.
-* experts: the grouped matmuls in bfloat16 and float8 (Pallas), for loads drawn at random, empty experts included.
+* experts: the grouped matmuls in bfloat16 and float8 (Pallas), for loads drawn at random, empty experts included, and the backward pass of
+  their activation (Pallas).
 * float8: the layers' matmuls in 8 bits against the product of the same rounded operands.
 * steps: losses of five training steps of small models of several families, on the GPU and on the CPU of the same machine.
 
@@ -19,6 +20,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -113,6 +115,7 @@ def experts(rng: np.random.Generator, tiny: bool) -> Iterator[Check]:
     import jax
     import jax.numpy as jnp
 
+    from ridgeline.models.activation import ExpertActivation
     from ridgeline.models.moe.grouped_matmul import Blocks
 
     count, inputs, outputs, assignments = (4, 128, 128, 96) if tiny else (8, 512, 768, 3000)
@@ -143,6 +146,19 @@ def experts(rng: np.random.Generator, tiny: bool) -> Iterator[Check]:
         outer = jax.jit(partial(kernel.outer, dtype=jnp.dtype("float32")))(x, y, load)
         expected = np.stack([wide[0][owner == e].T @ wide[2][owner == e] for e in range(count)], 1)
         yield f"gradient of weights, {label}", error(outer, expected), 1e-3
+    # the activation's backward pass, whose kernel writes to its inputs
+    for scale_input in (False, True):
+        activation = ExpertActivation("silu", scale_input=scale_input, in_place=True, interpret=tiny)
+        arrays = [drawn(assignments, outputs + 16, dtype="bfloat16") for _ in range(3)]
+        weight = jnp.asarray(rng.random(assignments), jnp.float32)
+
+        def run(activation: Any, weight: Any, *arrays: Any) -> Any:
+            return jax.tree.leaves(activation.gradients(arrays[:2], arrays[2], weight, weighted=True))
+
+        wide = [each.astype(jnp.float32) for each in arrays]
+        expected = run(replace(activation, in_place=False), weight, *wide)
+        worst = max(error(x, y) for x, y in zip(jax.jit(partial(run, activation))(weight, *arrays), expected, strict=True))
+        yield f"gradients of the activation{', scaled inputs' if scale_input else ''}", worst, ROUNDING
 
 
 def float8(rng: np.random.Generator, tiny: bool) -> Iterator[Check]:

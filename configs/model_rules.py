@@ -162,6 +162,9 @@ def _moe(model: ModelConfig, moe: MoEConfig) -> Iterator[Problem]:
         yield problem("dense_layers", f"must be less than model.num_layers={model.num_layers}, got {moe.dense_layers} (at most {most})")
     if moe.every > 1 and moe.dense_layers:
         yield problem("every", f"needs model.moe.dense_layers=0, got {moe.dense_layers} (every=1: experts in all others)", "dense_layers")
+    if moe.scale_input and model.mlp_bias:
+        message = "true does not support biases of experts; set model.mlp_bias=false"
+        yield Problem(("model.moe.scale_input", "model.mlp_bias"), message)
     if moe.every > model.num_layers:
         yield problem("every", f"must be at most model.num_layers={model.num_layers}, got {moe.every}")
     if moe.experts % moe.groups:

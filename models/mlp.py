@@ -9,33 +9,15 @@ from collections.abc import Callable
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from ridgeline.configs.model_schema import ModelConfig
+from ridgeline.models.activation import activated
 from ridgeline.models.lora import adapters_of, make_adapters
 from ridgeline.models.mup import matrix_std
 from ridgeline.models.parallelize import Execution
 from ridgeline.models.params import ParamFactory
-
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "silu": jax.nn.silu,
-    "gelu": partial(jax.nn.gelu, approximate=False),
-    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
-    "gelu_sigmoid": lambda x: x * jax.nn.sigmoid(1.702 * x),
-    "relu": jax.nn.relu,
-}
-
-
-def activated(activation: str, clamp: float | None, up_F: jax.Array, *gate_F: jax.Array) -> jax.Array:
-    """Return the hidden values of an MLP or an expert: the activation of `up`, or that of `gate` times `up` (clamp: model.mlp_clamp)."""
-    act = ACTIVATIONS[activation]
-    if not gate_F:
-        return act(up_F)
-    if clamp is None:
-        return act(gate_F[0]) * up_F
-    return act(jnp.minimum(gate_F[0], clamp)) * (jnp.clip(up_F, -clamp, clamp) + 1)
 
 
 @jax.custom_vjp

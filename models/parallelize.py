@@ -20,6 +20,7 @@ from ridgeline.configs.model_schema import ModelConfig
 from ridgeline.configs.remat import zeroes_embedding_early
 from ridgeline.configs.schema import ComputeConfig, PrecisionConfig
 from ridgeline.configs.tuning_schema import LoraConfig
+from ridgeline.models.activation import ExpertActivation
 from ridgeline.models.attention.dispatch import SelfAttention
 from ridgeline.models.matmul import CollectiveMatmul, Matmul, platform_of
 from ridgeline.models.matmul.block_scaled import check_mesh as check_block_scaled_mesh
@@ -28,7 +29,7 @@ from ridgeline.models.moe.exchange import Exchange
 from ridgeline.models.moe.experts import Experts
 from ridgeline.models.moe.grouped_matmul import Ragged, choose_kernel
 from ridgeline.models.remat import Remat
-from ridgeline.planner.experts import exchange_method
+from ridgeline.planner.experts import activates_in_place, exchange_method
 from ridgeline.planner.recompute import (
     beside_attention,
     defers_reductions,
@@ -185,7 +186,11 @@ def parallelize(
             )
         method = exchange_method(model.moe, compute.experts, partitioner.mesh.shape) or "gather"
         exchange = Exchange(partitioner, method, count, per_token, factor, ragged=platform in ("gpu", "cuda"))
-        experts = Experts(matmul, kernel, count, per_token, exchange, factor, lora.scale if lora is not None and frozen else 1.0)
+        in_place = platform in ("gpu", "cuda") and activates_in_place(model, precision)
+        activation = ExpertActivation(model.activation, model.mlp_clamp, model.moe.scale_input, in_place)
+        experts = Experts(
+            matmul, kernel, count, per_token, exchange, activation, factor, lora.scale if lora is not None and frozen else 1.0
+        )
 
     # 7. What is recomputed waits for gradients where XLA would compute attention twice, or mix the layers of a turn.
     gathered = matmul.gathers_input or exchange_method(model.moe, compute.experts, partitioner.mesh.shape) == "gather"

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from ridgeline.configs.model_schema import MoEConfig
-from ridgeline.configs.schema import ExpertsConfig
+from ridgeline.configs.model_schema import ModelConfig, MoEConfig
+from ridgeline.configs.schema import ExpertsConfig, PrecisionConfig
 
 BLOCK = 128
 """Rows of a block of the kernel for GPUs, for any number of experts: the rows of each expert are padded to whole blocks.
@@ -102,3 +102,13 @@ def buffer_rows(tokens: int, moe: MoEConfig, expert: int, factor: float | None, 
         return experts * expert * tensor * capacity(tokens // tensor, moe.experts, moe.experts_per_token, factor)
     most = tokens * expert * min(moe.experts_per_token, experts)
     return padded_rows(most, experts, BLOCK)
+
+
+def activates_in_place(model: ModelConfig, precision: PrecisionConfig) -> bool:
+    """Return whether GPUs compute the gradients of experts' hidden values by a kernel of this project (models/activation.py).
+
+    Not with biases, which XLA adds in the same kernel, nor in 8 bits, where it scales the results in it; erfc, which gelu needs, has no
+    Triton kernel.
+    """
+    plain = model.moe is not None and not model.mlp_bias and model.activation != "gelu"
+    return plain and precision.compute == "bfloat16" and not precision.eight_bit

@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from ridgeline.models.activation import ExpertActivation
 from ridgeline.models.int8 import Int8, Matrix
 from ridgeline.models.matmul import Matmul, Weight, fp8, weight_of
 from ridgeline.models.moe.adapters import A_AXES, B_AXES, ExpertAdapter, Pair, added, gradients, input_gradient
@@ -65,10 +66,6 @@ class Plan(NamedTuple):
         """Weight of the assignment in each row of a device's buffer; 0 in empty rows."""
         return self.weights_GK.reshape(-1).at[self.assignment_R].get(mode="fill", fill_value=0)
 
-    def unweighted(self) -> Plan:
-        """Return the plan in which all weights are 1."""
-        return self._replace(weights_GK=jnp.ones_like(self.weights_GK))
-
 
 @dataclass(frozen=True)
 class Experts:
@@ -80,6 +77,7 @@ class Experts:
     experts: int
     per_token: int
     exchange: Exchange
+    activation: ExpertActivation
     capacity_factor: float | None = None
     adapter_scale: float = 1.0
     """Factor of the adapters' products (lora)."""
@@ -126,11 +124,14 @@ class Experts:
         return list(_widen(self._for(weights[0]), x_BTD, plan, weights, pairs))
 
     def narrow(
-        self, hidden_RF: jax.Array, weights_BTK: jax.Array, plan: Plan, param: Matrix, adapter: ExpertAdapter | None = None
+        self, wide_RF: Sequence[jax.Array], weights_BTK: jax.Array, plan: Plan, param: Matrix, adapter: ExpertAdapter | None = None
     ) -> jax.Array:
-        """Return the weighted sum of each token's experts [B, T, D]: hidden rows times the matrix [D, E, F] of their expert."""
+        """Return the weighted sum of each token's experts [B, T, D]: hidden rows times the matrix [D, E, F] of their expert.
+
+        wide: the rows times the up and gate matrices. Only they are saved for the backward pass, as in the MLP.
+        """
         weight = weight_of(param)
-        y_BTD: jax.Array = _narrow(self._for(weight), hidden_RF, weights_BTK, plan, weight, None if adapter is None else adapter.pair)
+        y_BTD: jax.Array = _narrow(self._for(weight), tuple(wide_RF), weights_BTK, plan, weight, None if adapter is None else adapter.pair)
         return y_BTD
 
     def gather(self, params: Sequence[Matrix], after: jax.Array) -> tuple[jax.Array, list[Gathered]]:
@@ -423,50 +424,52 @@ def tie_weight_gradients(gradient: Tree, unreduced: Matrices, operands: Any) -> 
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _narrow(experts: Experts, hidden_RF: jax.Array, weights_BTK: jax.Array, plan: Plan, param: Weight, pair: Pair | None) -> jax.Array:
-    return _narrow_forward(experts, hidden_RF, weights_BTK, plan, param, pair)[0]
+def _narrow(experts: Experts, wide_RF: Matrices, weights_BTK: jax.Array, plan: Plan, param: Weight, pair: Pair | None) -> jax.Array:
+    return _narrow_forward(experts, wide_RF, weights_BTK, plan, param, pair)[0]
 
 
 def _narrow_forward(
-    experts: Experts, hidden_RF: jax.Array, weights_BTK: jax.Array, plan: Plan, param: Weight, pair: Pair | None
+    experts: Experts, wide_RF: Matrices, weights_BTK: jax.Array, plan: Plan, param: Weight, pair: Pair | None
 ) -> tuple[jax.Array, Any]:
     gathered, used_pair = experts._gathered(param), experts._used_pair(pair, down=True)
     used = experts._used(gathered)
 
-    def local(hidden_RF: jax.Array, weights_BTK: jax.Array, plan: Plan, w_DEF: Operand, pair: Pair | None) -> jax.Array:
+    def local(wide_RF: Matrices, weights_BTK: jax.Array, plan: Plan, w_DEF: Operand, pair: Pair | None) -> jax.Array:
+        hidden_RF = experts.activation(wide_RF, plan.row_weights[:, None])
         y_RD = matmul(experts.kernel, experts._operand(hidden_RF, fp8.VALUES), w_DEF, plan.load_E, transposed=True)
         if pair is not None:
             y_RD += added(experts.kernel, experts.adapter_scale, hidden_RF, pair, plan.load_E)
-        y_GD = jnp.sum(experts._assigned(y_RD, plan) * plan.weights_GK[..., None], 1)
+        y_GKD = experts._assigned(y_RD, plan)
+        y_GKD = y_GKD if experts.activation.scale_input else y_GKD * plan.weights_GK[..., None]
+        y_GD = jnp.sum(y_GKD, 1, dtype=jnp.float32)
         return experts._back(y_GD.astype(hidden_RF.dtype), plan, weights_BTK)
 
     pair_spec = experts._pair_spec(pair, down=True)
-    in_specs = (experts._rows_spec, experts._choice_spec, experts._plan_spec, experts._used_spec, pair_spec)
-    y_BTD: jax.Array = _on_shards(experts, local, in_specs, experts._stream_spec)(hidden_RF, weights_BTK, plan, used, used_pair)
-    return y_BTD, (hidden_RF, plan, _without_slot(param), pair, gathered if experts.matmul.save_gathered else None)
+    wide_specs = (experts._rows_spec,) * len(wide_RF)
+    in_specs = (wide_specs, experts._choice_spec, experts._plan_spec, experts._used_spec, pair_spec)
+    y_BTD: jax.Array = _on_shards(experts, local, in_specs, experts._stream_spec)(wide_RF, weights_BTK, plan, used, used_pair)
+    return y_BTD, (wide_RF, plan, _without_slot(param), pair, gathered if experts.matmul.save_gathered else None)
 
 
-def _narrow_backward(experts: Experts, residuals: Any, dy_BTD: jax.Array) -> tuple[jax.Array, jax.Array, None, Weight | None, Pair | None]:
-    hidden_RF, plan, param, pair, saved = residuals
+def _narrow_backward(experts: Experts, residuals: Any, dy_BTD: jax.Array) -> tuple[Matrices, jax.Array, None, Weight | None, Pair | None]:
+    wide_RF, plan, param, pair, saved = residuals
     used, used_pair = experts._used(experts._gathered(param) if saved is None else saved), experts._used_pair(pair, down=True)
     kernel, dtype, scale = experts.kernel, experts.matmul.gradient_dtype, experts.adapter_scale
 
     def local(
-        hidden_RF: jax.Array, plan: Plan, w_DEF: Operand, pair: Pair | None, dy_BTD: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array | None, Pair | None]:
-        weight_R = plan.row_weights[:, None]
+        wide_RF: Matrices, plan: Plan, w_DEF: Operand, pair: Pair | None, dy_BTD: jax.Array
+    ) -> tuple[Matrices, jax.Array, jax.Array | None, Pair | None]:
         dy_operand_RD = experts._operand_rows(dy_BTD, plan, fp8.GRADIENTS)
         # The weight's gradient needs the expert's result times dy: hidden W dy, which is hidden times the gradient of hidden.
-        unweighted_RF = matmul(kernel, dy_operand_RD, w_DEF, plan.load_E)
+        dresult_RF = matmul(kernel, dy_operand_RD, w_DEF, plan.load_E)
         dy_RD = _exact(dy_operand_RD)
         if pair is not None:
-            unweighted_RF += input_gradient(kernel, scale, dy_RD, pair, plan.load_E)
-        dweight_R = jnp.sum(unweighted_RF.astype(jnp.float32) * hidden_RF, -1)
-        dweights_BTK = experts._back(experts._assigned(dweight_R, plan), plan, dy_BTD)
+            dresult_RF += input_gradient(kernel, scale, dy_RD, pair, plan.load_E)
         # The weights are multiplied into the smaller array, or into the one that is not quantized yet.
-        wide = experts.matmul.float8 or dy_RD.shape[-1] > hidden_RF.shape[-1]
-        left_RD, right_RF = (dy_RD, hidden_RF * weight_R) if wide else (dy_RD * weight_R, hidden_RF)
-        left_RD, right_RF = left_RD.astype(dy_RD.dtype), right_RF.astype(dy_RD.dtype)
+        weighted = experts.activation.scale_input or experts.matmul.float8 or dy_RD.shape[-1] > dresult_RF.shape[-1]
+        dwide_RF, right_RF, dweight_R = experts.activation.gradients(wide_RF, dresult_RF, plan.row_weights, weighted=weighted)
+        left_RD = dy_RD if weighted else (dy_RD * plan.row_weights[:, None]).astype(dy_RD.dtype)
+        dweights_BTK = experts._back(experts._assigned(dweight_R, plan), plan, dy_BTD)
         left = dy_operand_RD if experts.matmul.float8 else left_RD
         right = experts._operand(right_RF, fp8.VALUES)
         dw_DEF = None
@@ -477,15 +480,16 @@ def _narrow_backward(experts: Experts, residuals: Any, dy_BTD: jax.Array) -> tup
         dpair = None
         if pair is not None:
             dpair = experts._reduced_pair(gradients(kernel, scale, right_RF, left_RD, pair, plan.load_E, dtype), down=True)
-        return (unweighted_RF * weight_R).astype(hidden_RF.dtype), dweights_BTK, dw_DEF, dpair
+        return dwide_RF, dweights_BTK, dw_DEF, dpair
 
     pair_spec, stored = (experts._pair_spec(pair, down=True, stored=s) for s in (False, True))
-    in_specs = (experts._rows_spec, experts._plan_spec, experts._used_spec, pair_spec, experts._stream_spec)
+    wide_specs = (experts._rows_spec,) * len(wide_RF)
+    in_specs = (wide_specs, experts._plan_spec, experts._used_spec, pair_spec, experts._stream_spec)
     of_matrix = None if experts.matmul.frozen else experts._gradient_spec
-    run = _on_shards(experts, local, in_specs, (experts._rows_spec, experts._choice_spec, of_matrix, stored))
-    dhidden_RF, dweights_BTK, dw_DEF, dpair = run(hidden_RF, plan, used, used_pair, dy_BTD)
+    run = _on_shards(experts, local, in_specs, (wide_specs, experts._choice_spec, of_matrix, stored))
+    dwide_RF, dweights_BTK, dw_DEF, dpair = run(wide_RF, plan, used, used_pair, dy_BTD)
     dparam = None if dw_DEF is None else _gradient_of(experts, param, dw_DEF)
-    return dhidden_RF, dweights_BTK, None, dparam, jax.tree.map(lambda grad, stored: grad.astype(stored.dtype), dpair, pair)
+    return dwide_RF, dweights_BTK, None, dparam, jax.tree.map(lambda grad, stored: grad.astype(stored.dtype), dpair, pair)
 
 
 _narrow.defvjp(_narrow_forward, _narrow_backward)

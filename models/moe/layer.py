@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -17,11 +16,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ridgeline.configs.model_schema import ModelConfig
 from ridgeline.models.lora import adapters_of
-from ridgeline.models.mlp import MLP, activated
+from ridgeline.models.mlp import MLP
 from ridgeline.models.moe.adapters import make_expert_adapters
 from ridgeline.models.moe.biases import HIDDEN_BIAS_AXES, UPDATE_BIAS_AXES, add_biases, weighted_biases
 from ridgeline.models.moe.experts import GRADIENT_INPUTS, MATRIX_AXES, Plan
-from ridgeline.models.moe.input_weights import weighted_rows
 from ridgeline.models.moe.router import ROUTER_AXES, Choice, RouterSums, choose, router_logits, sums_of
 from ridgeline.models.mup import matrix_std
 from ridgeline.models.parallelize import Execution
@@ -57,7 +55,7 @@ class MixtureOfExperts(nnx.Module):
         self.adapters = make_expert_adapters(make, width, experts, hidden, gated=model.gated_mlp)
         shared = model.without_experts(moe.shared_experts * hidden) if moe.shared_experts else None
         self.shared = None if shared is None else MLP(shared, execution, residual_std, make)
-        self.moe, self.activation, self.mlp_clamp, self.execution = moe, model.activation, model.mlp_clamp, execution
+        self.moe, self.execution = moe, execution
 
     def __call__(self, x_BTD: jax.Array, norm: Callable[[jax.Array], jax.Array]) -> jax.Array:
         """Map the residual stream to its update by the experts of norm(x), same shape and dtype; set the sums of the router."""
@@ -98,20 +96,11 @@ class MixtureOfExperts(nnx.Module):
             kernels = (self.up,) if self.gate is None else (self.up, self.gate)
             return experts.widen(x_BTD, plan, kernels, adapters_of(self.adapters, "up", "gate")[: len(kernels)]), choice, plan, sums
 
-        # Only the inputs of the elementwise part are saved for the backward pass, as in the MLP.
-        @partial(jax.checkpoint, prevent_cse=False)
-        def activate(biases: tuple[jax.Array, ...], choice: Choice, plan: Plan, *wide_RF: jax.Array) -> jax.Array:
-            wide_RF = weighted_rows(experts, wide_RF, choice.weights_BTK, plan) if self.moe.scale_input else wide_RF
-            wide_RF = add_biases(experts, wide_RF, plan, biases) if biases else wide_RF
-            return activated(self.activation, self.mlp_clamp, *wide_RF)
-
         biases = tuple(bias[...] for bias in (self.up_bias, self.gate_bias) if bias is not None)
 
         def narrow(choice: Choice, plan: Plan, *wide_RF: jax.Array) -> jax.Array:
-            hidden_RF = activate(biases, choice, plan, *wide_RF)
-            if self.moe.scale_input:  # results are added up as they are
-                choice, plan = Choice(choice.experts_BTK, jnp.ones_like(choice.weights_BTK)), plan.unweighted()
-            update_BTD = experts.narrow(hidden_RF, choice.weights_BTK, plan, self.down, *adapters_of(self.adapters, "down"))
+            wide_RF = add_biases(experts, wide_RF, plan, biases) if biases else wide_RF
+            update_BTD = experts.narrow(wide_RF, choice.weights_BTK, plan, self.down, *adapters_of(self.adapters, "down"))
             if self.down_bias is None:
                 return update_BTD
             return (update_BTD + weighted_biases(partitioner, *choice, self.down_bias[...])).astype(update_BTD.dtype)

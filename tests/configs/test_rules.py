@@ -145,6 +145,10 @@ CASES = [
         ["model.moe={groups: 4, experts_per_token: 3}"],
         "model.moe.experts_per_token: 1 groups have 2 experts, fewer than model.moe.experts_per_token=3 (groups_per_token=2 works)",
     ),
+    (
+        ["model.moe={scale_input: true}", "model.mlp_bias=true"],
+        "model.moe.scale_input: true does not support biases of experts; set model.mlp_bias=false",
+    ),
     (["model.moe={score: tanh}"], "model.moe.score: ... softmax ... sigmoid"),
     (["model.moe={expert: 4}"], "model.moe.expert: unknown key; did you mean 'experts'?"),
     (

@@ -170,7 +170,7 @@ def test_the_numerics_check_passes_right_kernels_and_fails_wrong_ones(monkeypatc
     arguments = ["experts", "--tiny", "--seed", "5", "--output", str(tmp_path / "numerics.json")]
     assert numerics.main(arguments) == 0
     found = json.loads((tmp_path / "numerics.json").read_text())["checks"]
-    assert len(found) == 9 and all(check["error"] <= check["limit"] for check in found)
+    assert len(found) == 11 and all(check["error"] <= check["limit"] for check in found)
     right = Blocks.outer
     monkeypatch.setattr(Blocks, "outer", lambda *arguments: right(*arguments) * 1.01)
     assert numerics.main(arguments) == 1

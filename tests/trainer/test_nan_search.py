@@ -20,7 +20,7 @@ from ridgeline import api, models
 from ridgeline.cli.main import run as ridge
 from ridgeline.configs.errors import UserError
 from ridgeline.configs.schema import ComputeConfig, Config, PrecisionConfig
-from ridgeline.models import mlp
+from ridgeline.models import activation
 from ridgeline.models.huggingface.convert import export_weights, hf_config
 from ridgeline.sharding.partition import Partitioner
 from ridgeline.trainer.failures import NumericalFailure
@@ -138,7 +138,7 @@ def test_a_gradient_that_is_not_finite_is_traced_into_the_backward_pass(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """sqrt has no gradient at 0."""
-    monkeypatch.setitem(mlp.ACTIVATIONS, "silu", lambda x: jnp.sqrt(jnp.abs(x)))
+    monkeypatch.setitem(activation.ACTIVATIONS, "silu", lambda x: jnp.sqrt(jnp.abs(x)))
 
     def change(values: Weights) -> None:
         values["blocks.mlp.gate"][2] = 0
