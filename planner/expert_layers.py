@@ -79,16 +79,6 @@ def gathered_twice(local: LocalSizes) -> int:
     return 2 * (local.slot_bytes + (local.slot_bytes // local.tensor if local.tensor > 1 else 0))
 
 
-def hidden_activations(local: LocalSizes, program: GpuProgram) -> int:
-    """Return how many hidden activations the weight gradients of a layer are computed from.
-
-    The gradients of gate and up and the input of down; with a capacity weight gradients are plain matmuls, and where these have no measured
-    times the kernel of down's computes its input from gate and up.
-    """
-    gates = 2 if local.model.gated_mlp else 1
-    return 2 * gates if capped(local) and not program.measured_matmuls else gates + 1
-
-
 def beside_experts(local: LocalSizes, program: GpuProgram) -> int:
     """Return what is live when the gradients of one layer's rows are summed, beside hidden activations, rows and slots.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ridgeline.planner import expert_layers
+from ridgeline.planner.experts import activates_in_place
 from ridgeline.planner.live_buffers import LiveBuffers
 from ridgeline.planner.recompute import waiting
 
@@ -89,13 +90,31 @@ class ExpertsPeak(LiveBuffers):
 
     @property
     def activates_in_place(self) -> bool:
-        """Whether a kernel writes the gradients of gate and up and the input of down to the place of gate, up and that input's gradient.
+        """Whether a kernel writes the gradients of gate and up and the input of down to the place of gate, up and that input's gradient."""
+        local = self.local
+        alike = self.overlap and self.turn.layers == 1 and not local.adapted
+        return alike and activates_in_place(local.model, local.config.precision)
 
-        So where grouped matmuls without a capacity are kernels of their own. With all_to_all it is another point; latent attention and GPUs
-        before Hopper were not looked at.
+    @property
+    def rows_of_capacity(self) -> bool:
+        """Whether at most three arrays in the rows of experts with a capacity are live (heaps of Mixtral).
+
+        Rows are not wider than hidden activations, and weight gradients are computed within their layer.
+
+        At the kernel of the activation the inputs of the rows and the gradients of their results, also weighted; then the inputs and the
+        gradients by gate and by up, as the weight gradients of down come before.
+        """
+        tied = self.local.ties_weight_gradients and not self.gradients_before_rows
+        return self.activates_in_place and expert_layers.capped(self.local) and tied
+
+    @property
+    def reads_in_kernel(self) -> bool:
+        """Whether a layer may need most when its activation's kernel runs (`in_experts`): without all_to_all and without a capacity.
+
+        Latent attention was not looked at.
         """
         local = self.local
-        return self.groups_rows and not local.sends_uncapped and not local.latent_bytes and self.program.adds_bfloat16
+        return self.groups_rows and self.activates_in_place and not local.sends_uncapped and not local.latent_bytes
 
     @property
     def experts_wait(self) -> bool:
@@ -172,7 +191,7 @@ class ExpertsPeak(LiveBuffers):
         if self.beside_attention:
             return self._beside_attention(mask)
         points = self._rows_by_gate_and_up(matrices, streams, mask)
-        if self.activates_in_place:
+        if self.reads_in_kernel:
             # before that kernel: gate, up, and the gradient of the input of down, whose matrix has just been read
             hidden = 3 * local.hidden_bytes + 2 * local.row_bytes
             points.append(("its MLP", hidden, streams * local.stream_bytes, matrices + local.mlp_matrix * local.matrix_itemsize, 0, mask))
@@ -186,13 +205,11 @@ class ExpertsPeak(LiveBuffers):
     def _after_weight_gradients(self, matrices: int, mask: int) -> list[Point]:
         """Return the points in the experts of such a layer.
 
-        First one kernel reads gate, up and the gradient of the input of down and writes their gradients and that input in their place.
-        Counted with constants one is written to a place of its own, of experts with a capacity whose tokens are exchanged all; where gate
-        or up comes from host memory it keeps its place, as that of the next layer does. The rows have their inputs and the gradients of
-        their results. Then the weight gradients of gate and up are there, and the gradients of the rows by both: of the hidden activations
-        the input of down, and one of the gradients, or the sum in slots. The weight gradient of down comes later, beside the exchange.
-        Where collectives run beside attention, one is written to a place of its own without a capacity. Tokens gathered for experts with a
-        capacity are there before the rows, with their gradients.
+        First one kernel reads gate, up and the gradient of the input of down and writes their gradients and that input in their place. The
+        rows have their inputs and the gradients of their results. Then the weight gradients of gate and up are there, and the gradients of
+        the rows by both: of the hidden activations the input of down, and one of the gradients, or the sum in slots. The weight gradient of
+        down comes later, beside the exchange; without one, and with a capacity, first. Tokens that are gathered for experts with a capacity
+        are there until the rows are, with their gradients.
         (Heaps of Qwen3 30B and 235B, DeepSeek V2 Lite and V3, and of Mixtral over tensor=4 and 8.)
         """
         local, gates = self.local, 2 if self.local.model.gated_mlp else 1
@@ -202,16 +219,14 @@ class ExpertsPeak(LiveBuffers):
         hidden = routed + (local.padded_hidden_bytes - local.hidden_bytes if local.pads_hidden else 0)
         beside += 2 * (local.hidden_bytes - routed)  # of shared experts
         capped = expert_layers.capped(local)
-        known = self.program.measured_matmuls or (local.expert == 1 if capped else local.latent_bytes > 0)
-        known = capped if self.beside_attention else known
-        apart = 0 if known else gates + 1 if capped and (local.latent_bytes or not self.defers) else 1
-        if expert_layers.fetches_within_layers(local):
-            apart = 2 if expert_layers.fetched_early(local) and not self.defers else 1
-        in_kernel = (gates + 1 + apart) * hidden + 2 * local.row_bytes
+        in_kernel = (gates + 1) * hidden + 2 * local.row_bytes
         summed = 3 * local.row_bytes + hidden + max(hidden, local.slot_bytes or local.stream_bytes)
         points = [("its MLP", in_kernel, beside, matrices, 0, mask), ("its MLP", summed, beside, matrices, computed, mask)]
+        if capped and local.tensor * local.expert == 1:
+            points = [("its MLP", in_kernel, beside, matrices, local.mlp_matrix * local.gradient_itemsize, mask)]
         if capped and local.expert > 1 and not expert_layers.sends_capped(local):
-            points.append(("its MLP", expert_layers.gathered_twice(local), beside, matrices, 0, mask))
+            rows = 2 * local.row_bytes if local.tensor == 1 else 0
+            points.append(("its MLP", expert_layers.gathered_twice(local) + rows, beside, matrices, 0, mask))
         return points
 
     def _beside_attention(self, mask: int) -> list[Point]:
@@ -251,5 +266,5 @@ class ExpertsPeak(LiveBuffers):
         if local.sends_uncapped or expert_layers.sends_capped(local) or local.tensor > 1:
             return []
         others = streams * local.stream_bytes - 4 * local.tokens * local.model.embed_dim
-        in_rows = 3 * local.hidden_bytes + 4 * local.row_bytes + local.slot_bytes
+        in_rows = 3 * local.hidden_bytes + (3 if self.rows_of_capacity else 4) * local.row_bytes + local.slot_bytes
         return [("its MLP", in_rows, others, matrices, 0, mask)]

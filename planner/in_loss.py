@@ -95,19 +95,22 @@ class InLoss(LayerPeak):
         """Return the point at the start of the forward pass of turns of several layers with experts, in a loop of microbatches.
 
         The forward pass of a turn has no order of its own: with few tokens the weights of two turns are gathered at once, and both tables
-        (heaps of Llama 4 Scout, fsdp=128; with 32,768 tokens and fsdp=512 those of five layers, which is not most).
+        (heaps of Llama 4 Scout, fsdp=128 and fsdp=64 x context=4), with copies to host memory those of one more layer than a turn has
+        (fsdp=128 and 512).
         """
         local, model = self.local, self.local.model
         few = self.gathered_layer() > MUCH_PER_TOKEN * local.tokens
         if not (self.turn.in_order and self.in_loop and self.combined and model.moe is not None and few):
             return {}
         tables = (1 if model.tie_embeddings else 2) * local.compute_itemsize * local.table
-        weights = 2 * model.layer_period * self.gathered_layer() + tables
+        layers = model.layer_period + (1 if local.config.compute.remat.offloads else model.layer_period)
+        weights = layers * self.gathered_layer() + tables
         return {
             "forward pass": {
                 "accumulated_gradients": self.accumulated(),
                 "parameter_copies": Component(
-                    self.layout_copies() + weights, "transposed parameters of MLP down and attention out; gathered weights of two turns"
+                    self.layout_copies() + weights,
+                    f"transposed parameters of MLP down and attention out; gathered weights of {layers} layers",
                 ),
             }
         }

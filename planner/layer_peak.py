@@ -48,6 +48,8 @@ class LayerPeak(MlpPeak):
         policy = local.config.compute.remat.policy
         kept = policy == "names" and local.model.moe is None and not {"gate", "up"} & again.weights
         at_mlp = usual = 4 if policy in FROM_BLOCK_INPUTS and not kept else 3  # kept gate and up are read from the stacks
+        if self.activates_in_place:
+            at_mlp = usual = gates + 1
         of_attention = [] if kept else self._attention_before_mlp_gradients(attention)
         if self.turn.layers == 1 and not self.turn.in_order and not of_attention:
             # The input of down, which is multiplied again for a norm of the result. With one microbatch the gradient of gate is computed
@@ -66,9 +68,11 @@ class LayerPeak(MlpPeak):
             # weight gradients come later: the gradients of the results are there too, and the gathered tokens are not
             of_experts += local.row_bytes - local.slot_bytes
             if expert_layers.recomputes_experts(local):
-                at_mlp = expert_layers.hidden_activations(local, self.program)
+                at_mlp = gates + 1
             if self.computes_before_sum:
                 of_experts, at_mlp = of_experts - local.row_bytes, 2
+        if self.rows_of_capacity:
+            of_experts = 3 * local.row_bytes + SLOTS_IN_FLIGHT * local.slot_bytes
         if self.rows_hold_tokens:
             of_experts -= SLOTS_IN_FLIGHT * local.slot_bytes
         down = local.mlp_matrix * local.gradient_itemsize if self.reduced and self.combined and not local.adapted else 0
@@ -218,7 +222,8 @@ class LayerPeak(MlpPeak):
             in_layer = self.reduces_in_turn and not self.defers
             unscaled = 0 if in_layer else local.mlp_matrix * local.gradient_itemsize
             reduced = end if in_layer and not expert_layers.recomputes_experts(local) else 0
-            before = self.deferred_gradients if not at_start and expert_layers.recomputes_experts(local) else 0
+            # one of those of the layer before has been reduced when the last of this one is there
+            before = self.deferred_gradients * 2 // 3 if not at_start and expert_layers.recomputes_experts(local) else 0
             return [
                 ("its MLP", *sent[0], matrices, 0, mask),
                 ("its MLP", *sent[1], matrices, reduced, mask),

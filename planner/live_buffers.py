@@ -143,6 +143,17 @@ class LiveBuffers:
         return self.defers and kept and not local.ties_weight_gradients and local.tensor == 1
 
     @property
+    def _computes_own_early(self) -> bool:
+        """Whether a layer with few tokens for experts with a capacity computes a gradient of its own while those of the layer before wait.
+
+        Their weight gradients are matmuls that XLA has measured times of, and cover the reductions. Not so where values within the block
+        come from host memory or rows are sharded over context: the MLP begins later then (heaps of Qwen3 30B and 235B).
+        """
+        local = self.local
+        alone = local.tensor * local.context == 1 and not expert_layers.fetches_within_layers(local)
+        return alone and expert_layers.capped(local) and not local.ties_weight_gradients
+
+    @property
     def deferred_gradients(self) -> int:
         """Bytes of the unreduced gradients of the experts of the layer before, until the backward pass of a layer's MLP is over.
 
@@ -154,7 +165,7 @@ class LiveBuffers:
             return 0
         matrices = 3 if local.model.gated_mlp else 2
         weights = moe.experts // local.expert * local.model.embed_dim * local.model.expert_width // local.tensor
-        own = int(self.covers_little or (not local.ties_weight_gradients and expert_layers.capped(local) and local.tensor == 1))
+        own = int(self.covers_little or self._computes_own_early)
         return (matrices + own) * weights * local.gradient_itemsize
 
     @property

@@ -11,7 +11,8 @@ bytes of one device.
 from __future__ import annotations
 
 from ridgeline.planner import expert_layers, narrow_experts
-from ridgeline.planner.experts_peak import Point
+from ridgeline.planner.activations import offloads_inputs
+from ridgeline.planner.experts_peak import MUCH_PER_TOKEN, Point
 from ridgeline.planner.live_buffers import LiveBuffers
 from ridgeline.planner.local import LocalSizes
 from ridgeline.planner.recompute import FROM_BLOCK_INPUTS, recomputed
@@ -71,10 +72,16 @@ def _pending(live: LiveBuffers) -> int:
     them (heaps of Llama 4 Maverick).
     """
     local, moe = live.local, live.local.model.moe
-    if live.defers and moe is not None and moe.every > 1:
+    offloads = _few(live) and expert_layers.capped(local) and local.config.compute.remat.offloads
+    if live.defers and moe is not None and (moe.every > 1 or (offloads and not local.ties_weight_gradients)):
         return 0
     gates, again = _gates(local), local.config.compute.remat.policy in FROM_BLOCK_INPUTS
     return _gradients(live) * gates // (gates + 1) if live.defers and again else _gradients(live)
+
+
+def _few(live: LiveBuffers) -> bool:
+    """Return whether a layer has few tokens for the weights it gathers."""
+    return live.gathered_layer() > MUCH_PER_TOKEN * live.local.tokens
 
 
 def _in_experts(live: LiveBuffers, weights: int, ahead: int, pending: int, mask: int) -> list[Point]:
@@ -86,9 +93,7 @@ def _in_experts(live: LiveBuffers, weights: int, ahead: int, pending: int, mask:
     memory, their copies hide the gathers for the next turn, whose weights are there too, and with constants in place of measured times
     values of the next layer (heaps of gpt-oss over expert=4 on H100s and expert=8 on A100s).
     Where tokens are gathered for experts with a capacity, before their rows are there (`_before_rows`). And where values come from host
-    memory and weight gradients are not tied: the weight gradients of the layer before are computed only now. Where the weights multiply the
-    experts' inputs and tokens are sent without a capacity, when the kernel that reads gate, up and the gradient of the input of down has
-    written their gradients, that input and what the gradient of the weights is summed from (heaps of Scout over expert=16).
+    memory and weight gradients are not tied: the weight gradients of the layer before are computed only now.
 
     weights: gathered ones of later layers; `ahead`: at the end of a turn. pending: `_pending`.
     """
@@ -107,11 +112,11 @@ def _in_experts(live: LiveBuffers, weights: int, ahead: int, pending: int, mask:
         of_sum = 3 * local.padded_hidden_bytes if local.pads_hidden else one + max(one, slots)
         at_sum = max(hidden + 2 * local.row_bytes, of_sum + 3 * local.row_bytes)
         computed = gates * local.mlp_matrix * local.gradient_itemsize
-    found = [("its MLP", at_sum + early, streams, ahead if fetches else weights, pending + computed, mask)]
+    early_inputs = offloads_inputs(local) and local.context == 1 and (_few(live) or not expert_layers.capped(local))
+    from_host = fetches or early_inputs
+    found = [("its MLP", at_sum + early, streams, ahead if from_host else weights, pending + computed, mask)]
     if expert_layers.capped(local) and local.expert > 1 and not expert_layers.sends_capped(local):
         found.append(("its MLP", _before_rows(local), streams, weights, pending, mask))
-    if moe is not None and moe.scale_input and local.sends_uncapped and local.tensor == 1:
-        found.append(("its MLP", (3 * gates + 1) * local.hidden_bytes + 3 * local.row_bytes, streams, weights, pending, mask))
     if fetches and not local.ties_weight_gradients:
         operands = 2 * (gates + 1) * local.hidden_bytes + 5 * local.row_bytes
         found.append(("its MLP", operands, streams, ahead, pending * gates // (gates + 1), mask))
