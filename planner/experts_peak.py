@@ -208,8 +208,8 @@ class ExpertsPeak(LiveBuffers):
         First one kernel reads gate, up and the gradient of the input of down and writes their gradients and that input in their place. The
         rows have their inputs and the gradients of their results. Then the weight gradients of gate and up are there, and the gradients of
         the rows by both: of the hidden activations the input of down, and one of the gradients, or the sum in slots. The weight gradient of
-        down comes later, beside the exchange; without one, and with a capacity, first. Tokens that are gathered for experts with a capacity
-        are there until the rows are, with their gradients.
+        down comes later, beside the exchange; with a capacity and no exchange, or over tensor=2 alone, first. Tokens that are gathered for
+        experts with a capacity are there until the rows are, with their gradients.
         (Heaps of Qwen3 30B and 235B, DeepSeek V2 Lite and V3, and of Mixtral over tensor=4 and 8.)
         """
         local, gates = self.local, 2 if self.local.model.gated_mlp else 1
@@ -222,7 +222,8 @@ class ExpertsPeak(LiveBuffers):
         in_kernel = (gates + 1) * hidden + 2 * local.row_bytes
         summed = 3 * local.row_bytes + hidden + max(hidden, local.slot_bytes or local.stream_bytes)
         points = [("its MLP", in_kernel, beside, matrices, 0, mask), ("its MLP", summed, beside, matrices, computed, mask)]
-        if capped and local.tensor * local.expert == 1:
+        over_two = local.tensor == 2 and not local.latent_bytes  # its exchange is short
+        if local.expert == 1 and (over_two or (capped and local.tensor == 1)):
             points = [("its MLP", in_kernel, beside, matrices, local.mlp_matrix * local.gradient_itemsize, mask)]
         if capped and local.expert > 1 and not expert_layers.sends_capped(local):
             rows = 2 * local.row_bytes if local.tensor == 1 else 0

@@ -146,12 +146,13 @@ class LiveBuffers:
     def _computes_own_early(self) -> bool:
         """Whether a layer with few tokens for experts with a capacity computes a gradient of its own while those of the layer before wait.
 
-        Their weight gradients are matmuls that XLA has measured times of, and cover the reductions. Not so where values within the block
-        come from host memory or rows are sharded over context: the MLP begins later then (heaps of Qwen3 30B and 235B).
+        Their weight gradients are matmuls, which cover the reductions where XLA has measured times of them. Not so where values within the
+        block come from host memory or rows are sharded over context: the MLP begins later then (heaps of Qwen3 30B and 235B).
         """
         local = self.local
         alone = local.tensor * local.context == 1 and not expert_layers.fetches_within_layers(local)
-        return alone and expert_layers.capped(local) and not local.ties_weight_gradients
+        measured = self.program.measured_matmuls and expert_layers.capped(local)
+        return alone and measured and not local.ties_weight_gradients
 
     @property
     def deferred_gradients(self) -> int:
