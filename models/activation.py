@@ -64,8 +64,8 @@ class ExpertActivation:
     in_place: bool = False
     """Gradients are computed by a kernel that writes them in the place of what it reads.
 
-    XLA makes one or two kernels of the backward pass; the results of those that have several, each of several inputs, get memory of their
-    own. Then six arrays of the rows and the hidden width are live, not three.
+    XLA makes one or two kernels of the backward pass, and gives their results memory of their own in some steps: up to seven arrays of the
+    rows and the hidden width are live then, not three.
     """
     interpret: bool = False
     """Use Pallas's interpreter on any platform, for tests."""

@@ -99,10 +99,9 @@ class ExpertsPeak(LiveBuffers):
     def rows_of_capacity(self) -> bool:
         """Whether at most three arrays in the rows of experts with a capacity are live (heaps of Mixtral).
 
-        Rows are not wider than hidden activations, and weight gradients are computed within their layer.
-
-        At the kernel of the activation the inputs of the rows and the gradients of their results, also weighted; then the inputs and the
-        gradients by gate and by up, as the weight gradients of down come before.
+        Rows are not wider than hidden activations, and weight gradients are computed within their layer. At the activation's kernel the
+        inputs of the rows and the gradients of their results are there, also weighted; then the inputs and the gradients by gate and by up,
+        as the weight gradients of down come before.
         """
         tied = self.local.ties_weight_gradients and not self.gradients_before_rows
         return self.activates_in_place and expert_layers.capped(self.local) and tied

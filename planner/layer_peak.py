@@ -223,7 +223,9 @@ class LayerPeak(MlpPeak):
             unscaled = 0 if in_layer else local.mlp_matrix * local.gradient_itemsize
             reduced = end if in_layer and not expert_layers.recomputes_experts(local) else 0
             # one of those of the layer before has been reduced when the last of this one is there
-            before = self.deferred_gradients * 2 // 3 if not at_start and expert_layers.recomputes_experts(local) else 0
+            gates = 2 if local.model.gated_mlp else 1
+            pending = self.deferred_gradients * gates // (gates + 1)
+            before = pending if not at_start and expert_layers.recomputes_experts(local) else 0
             return [
                 ("its MLP", *sent[0], matrices, 0, mask),
                 ("its MLP", *sent[1], matrices, reduced, mask),
