@@ -239,7 +239,7 @@ class MlpPeak(ExpertsPeak):
         inputs and the gradients of their results; then gate and up are gone, and the gradients of the rows by both are there too.
         """
         local = self.local
-        if self.reads_in_kernel or self.gradients_before_rows:
+        if self.gradients_before_rows:
             return []  # `in_experts` has its points
         if self.computes_before_sum and local.tensor == 1:
             return [at_mlp * local.hidden_bytes - local.row_bytes, local.hidden_bytes - local.slot_bytes]
