@@ -115,18 +115,19 @@ def test_a_layer_has_the_same_gradients_with_the_kernel(moe: dict[str, Any], fac
         np.testing.assert_allclose(one, other, atol=1e-5 * float(jnp.abs(other).max()) + 1e-7)
 
 
-@pytest.mark.parametrize("number", range(6))
-def test_gpus_use_the_kernel_exactly_where_the_plan_counts_with_it(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    rng = random.Random(f"{seed()} uses {number}")
-    model = rng.choice(["qwen3-30b-a3b", "gpt-oss-20b", "mixtral-8x7b", "llama-4-scout-17b-16e", "deepseek-v2-lite"])
-    matmul, activation = rng.choice(["compute", "fp8"]), rng.choice(["silu", "gelu"])
-    overrides = [f"precision.matmul={matmul if 'deepseek' not in model else 'compute'}", f"model.activation={activation}"]
-    config = load(f"models/{model}", overrides).config
+MODELS = ["qwen3-30b-a3b", "gpt-oss-20b", "mixtral-8x7b", "llama-4-scout-17b-16e"]
+
+
+@pytest.mark.parametrize(("matmul", "activation"), [("compute", "silu"), ("compute", "gelu"), ("fp8", "silu"), ("fp8_delayed", "silu")])
+@pytest.mark.parametrize("model", MODELS)
+def test_gpus_use_the_kernel_exactly_where_the_plan_counts_with_it(
+    monkeypatch: pytest.MonkeyPatch, model: str, matmul: str, activation: str
+) -> None:
+    config = load(f"models/{model}", [f"precision.matmul={matmul}", f"model.activation={activation}"]).config
+    wanted = "gpt-oss" not in model and activation == "silu" and matmul == "compute"
+    assert activates_in_place(config.model, config.precision) == wanted
     for platform in ("cpu", "gpu"):
         monkeypatch.setattr(sys.modules[parallelize.__module__], "platform_of", lambda _, platform=platform: platform)
         execution = parallelize(config.model, config.compute, config.precision, Partitioner.single())
         assert execution.experts is not None
-        wanted = platform == "gpu" and activates_in_place(config.model, config.precision)
-        assert execution.experts.activation.in_place == wanted
-        plain = "gpt-oss" not in model and activation == "silu" and "matmul=compute" in overrides[0]
-        assert wanted == (plain and platform == "gpu")
+        assert execution.experts.activation.in_place == (wanted and platform == "gpu")

@@ -230,8 +230,13 @@ def direct_layer(params: Any, moe: MoEConfig, x_BTD: jax.Array, kept_BTK: jax.Ar
     def mlp(gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
         return (jax.nn.silu(x_BTD @ gate) * (x_BTD @ up)) @ down
 
-    each = jax.vmap(mlp, 1)(params["gate"], params["up"], params["down"].transpose(2, 1, 0))
-    return jnp.einsum("ebtd,bte->btd", each, weight_BTE) + mlp(*(params["shared"][name] for name in ("gate", "up", "down")))
+    def weighted(weight_BT: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        wide = (weight_BT[..., None] * x_BTD @ matrix if moe.scale_input else x_BTD @ matrix for matrix in (gate, up))
+        hidden_BTF = jax.nn.silu(next(wide)) * next(wide)
+        return hidden_BTF @ down * (1 if moe.scale_input else weight_BT[..., None])
+
+    each = jax.vmap(weighted, (2, 1, 1, 1))(weight_BTE, params["gate"], params["up"], params["down"].transpose(2, 1, 0))
+    return jnp.sum(each, 0) + mlp(*(params["shared"][name] for name in ("gate", "up", "down")))
 
 
 def of_sources(x_BTx: jax.Array, rows: int, parts: int) -> jax.Array:
@@ -244,11 +249,17 @@ ON_MESH = {**MOE, "experts": 8, "experts_per_token": 3}
 """On four devices of expert: tokens choose up to two experts of a device."""
 
 
+SCALED = {**MOE, "scale_input": True, "expert_dim": 48}
+"""Inputs of the experts are weighted, and hidden values wider than they."""
+
+
 @pytest.mark.parametrize(
     ("moe", "factor", "mesh", "exchange"),
     [
         (MOE, None, None, "auto"),
         (MOE, 0.6, None, "auto"),
+        (SCALED, None, None, "auto"),
+        (SCALED | {"experts": 8}, 0.6, {"tensor": 2, "expert": 4}, "gather"),
         (ON_MESH, None, {"tensor": 2, "expert": 4}, "gather"),
         (ON_MESH, None, {"tensor": 2, "expert": 4}, "all_to_all"),
         (ON_MESH, 0.6, {"tensor": 2, "expert": 4}, "gather"),
