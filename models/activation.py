@@ -93,17 +93,17 @@ class ExpertActivation:
         self, wide_RF: Sequence[jax.Array], dresult_RF: jax.Array, weight_R1: jax.Array, *, weighted: bool
     ) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array]:
         """Return what `gradients` does; weights [R, 1]. For some rows and columns, the gradients of weights are those of these columns."""
-        dtype, wide_dtype = jnp.float32, dresult_RF.dtype
+        dtype, activate = dresult_RF.dtype, partial(activated, self.name, self.clamp)
         if self.scale_input:
-            hidden_RF, of_wide = jax.vjp(partial(activated, self.name, self.clamp), *((h * weight_R1).astype(wide_dtype) for h in wide_RF))
+            hidden_RF, of_wide = jax.vjp(activate, *((h_RF * weight_R1).astype(dtype) for h_RF in wide_RF))
             dscaled_RF = of_wide(dresult_RF)
-            parts_R = [jnp.sum(d_RF.astype(dtype) * h_RF, -1) for d_RF, h_RF in zip(dscaled_RF, wide_RF, strict=True)]
-            dwide_RF = tuple((d_RF * weight_R1).astype(wide_dtype) for d_RF in dscaled_RF)
+            parts_R = [jnp.sum(d_RF.astype(jnp.float32) * h_RF, -1) for d_RF, h_RF in zip(dscaled_RF, wide_RF, strict=True)]
+            dwide_RF = tuple((d_RF * weight_R1).astype(dtype) for d_RF in dscaled_RF)
             return dwide_RF, hidden_RF, sum(parts_R[1:], parts_R[0])
-        hidden_RF, of_wide = jax.vjp(partial(activated, self.name, self.clamp), *wide_RF)
-        dwide_RF = of_wide((dresult_RF * weight_R1).astype(wide_dtype))
-        result_RF = (hidden_RF * weight_R1).astype(wide_dtype) if weighted else hidden_RF
-        return dwide_RF, result_RF, jnp.sum(dresult_RF.astype(dtype) * hidden_RF, -1)
+        hidden_RF, of_wide = jax.vjp(activate, *wide_RF)
+        dwide_RF = of_wide((dresult_RF * weight_R1).astype(dtype))
+        result_RF = (hidden_RF * weight_R1).astype(dtype) if weighted else hidden_RF
+        return dwide_RF, result_RF, jnp.sum(dresult_RF.astype(jnp.float32) * hidden_RF, -1)
 
 
 def _gradients_in_place(

@@ -129,6 +129,27 @@ def _shards_matmuls(partitioner: Partitioner) -> bool:
     return any(partitioner.axis_size(axis) > 1 for axis in ("heads", "kv_heads", "head_dim", "mlp"))
 
 
+def _experts(
+    model: ModelConfig, compute: ComputeConfig, precision: PrecisionConfig, matmul: Matmul, platform: str, adapter_scale: float
+) -> Experts | None:
+    """Return the computation of routed experts on these devices; None for a model without experts."""
+    if model.moe is None:
+        return None
+    count, per_token, factor = model.moe.experts, model.moe.experts_per_token, compute.experts.capacity_factor
+    partitioner, gpu = matmul.partitioner, platform in ("gpu", "cuda")
+    kernel = choose_kernel(platform, jnp.dtype(precision.compute), count, per_token, partitioner.mesh.shape["expert"], factor)
+    if precision.eight_bit and platform != "cpu" and isinstance(kernel, Ragged):
+        raise UserError(
+            f"precision.matmul={precision.matmul}: 8-bit experts need NVIDIA GPUs and precision.compute=bfloat16; "
+            "set precision.matmul=compute"
+        )
+    method = exchange_method(model.moe, compute.experts, partitioner.mesh.shape) or "gather"
+    exchange = Exchange(partitioner, method, count, per_token, factor, ragged=gpu)
+    in_place = gpu and activates_in_place(model, precision)
+    activation = ExpertActivation(model.activation, model.mlp_clamp, model.moe.scale_input, in_place)
+    return Experts(matmul, kernel, count, per_token, exchange, activation, factor, adapter_scale)
+
+
 def parallelize(
     model: ModelConfig, compute: ComputeConfig, precision: PrecisionConfig, partitioner: Partitioner, lora: LoraConfig | None = None
 ) -> Execution:
@@ -174,23 +195,7 @@ def parallelize(
     attention = SelfAttention.resolve(model, compute.attention, platform, compute_dtype, partitioner)
 
     # 6. Experts: tokens sorted by expert on each device, and a grouped matmul.
-    experts = None
-    if model.moe is not None:
-        count, per_token, factor = model.moe.experts, model.moe.experts_per_token, compute.experts.capacity_factor
-        groups = partitioner.mesh.shape["expert"]
-        kernel = choose_kernel(platform, compute_dtype, count, per_token, groups, factor)
-        if precision.eight_bit and platform != "cpu" and isinstance(kernel, Ragged):
-            raise UserError(
-                f"precision.matmul={precision.matmul}: 8-bit experts need NVIDIA GPUs and precision.compute=bfloat16; "
-                "set precision.matmul=compute"
-            )
-        method = exchange_method(model.moe, compute.experts, partitioner.mesh.shape) or "gather"
-        exchange = Exchange(partitioner, method, count, per_token, factor, ragged=platform in ("gpu", "cuda"))
-        in_place = platform in ("gpu", "cuda") and activates_in_place(model, precision)
-        activation = ExpertActivation(model.activation, model.mlp_clamp, model.moe.scale_input, in_place)
-        experts = Experts(
-            matmul, kernel, count, per_token, exchange, activation, factor, lora.scale if lora is not None and frozen else 1.0
-        )
+    experts = _experts(model, compute, precision, matmul, platform, lora.scale if lora is not None and frozen else 1.0)
 
     # 7. What is recomputed waits for gradients where XLA would compute attention twice, or mix the layers of a turn.
     gathered = matmul.gathers_input or exchange_method(model.moe, compute.experts, partitioner.mesh.shape) == "gather"

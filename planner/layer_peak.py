@@ -67,8 +67,6 @@ class LayerPeak(MlpPeak):
         if self.experts_late and again.inputs:
             # weight gradients come later: the gradients of the results are there too, and the gathered tokens are not
             of_experts += local.row_bytes - local.slot_bytes
-            if expert_layers.recomputes_experts(local):
-                at_mlp = gates + 1
             if self.computes_before_sum:
                 of_experts, at_mlp = of_experts - local.row_bytes, 2
         if self.rows_of_capacity:
