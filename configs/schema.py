@@ -136,6 +136,11 @@ class PrecisionConfig(Section):
         return self.matmul in ("fp8", "fp8_delayed")
 
     @property
+    def gathers_8_bit(self) -> bool:
+        """Whether the layers' matrices are quantized before they are gathered, with one byte per element."""
+        return self.eight_bit or self.matmul == "mxfp8"
+
+    @property
     def block_scaled(self) -> Literal["mxfp8", "nvfp4"] | None:
         """The format of block-scaled matmuls; None: they are not block-scaled."""
         return self.matmul if self.matmul in ("mxfp8", "nvfp4") else None

@@ -30,7 +30,7 @@ from ridgeline.planner.hardware import generation_of, hardware
 from ridgeline.planner.host_memory import offloads, pool_limit_gib
 from ridgeline.planner.local import LocalSizes
 from ridgeline.planner.overlap import POOL_SHARE, WIDEST_TENSOR
-from ridgeline.planner.parameters import count_parameters
+from ridgeline.planner.parameters import count_parameters, expert_parameters
 from ridgeline.rundir.directory import AUTOTUNE
 
 PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
@@ -180,6 +180,9 @@ def _gpu(generation: str, config: Config) -> list[Setting]:
     if local is not None and local.beside_attention:
         disabled = (*disabled, PIPELINED_GATHERS)
         reason += "; weights of experts are gathered while attention runs: XLA would gather them in the layer before"
+    elif local is not None and local.gathers_within_turn:
+        disabled = (*disabled, PIPELINED_GATHERS)
+        reason += "; a turn of the loop over layers gathers its own weights: XLA would gather those of all its layers in the turn before"
     settings.append(Setting("--xla_disable_hlo_passes", ",".join(disabled), reason))
     return settings
 
@@ -220,9 +223,17 @@ def _check_deterministic(host: Host, settings: Sequence[Setting], refused: set[s
             raise UserError(f"runtime.deterministic=true: {setting.text} {where}contradicts it; unset one of the two")
 
 
-def layer_bytes(config: Config, dtype: str) -> int:
-    """Return the bytes of one layer's parameters in a dtype after the all-gather over fsdp: sharded over tensor only."""
-    return count_parameters(config.model).non_embedding // config.model.num_layers * BYTES[dtype] // max(1, config.mesh.tensor)
+def layer_bytes(config: Config, itemsize: int) -> int:
+    """Return the bytes of one layer's parameters after the all-gather over fsdp: sharded over tensor, experts over expert too.
+
+    itemsize: of an element.
+    """
+    model = config.model
+    parameters = count_parameters(model).non_embedding
+    if model.moe is not None:
+        experts = model.moe_layers * model.moe.experts * expert_parameters(model)
+        parameters -= experts - experts // max(1, config.mesh.expert)
+    return parameters // model.num_layers * itemsize // max(1, config.mesh.tensor)
 
 
 def overlap_flags(config: Config) -> list[tuple[str, str, str]]:
@@ -242,7 +253,9 @@ def overlap_flags(config: Config) -> list[tuple[str, str, str]]:
     fsdp, tensor = config.mesh.fsdp != 1, config.mesh.tensor != 1
     if fsdp:
         reason = "FSDP: combine the collectives of one layer only, so that they overlap with the previous layer"
-        gathered, reduced = (str(layer_bytes(config, dtype)) for dtype in (config.precision.compute, config.precision.gradients))
+        precision = config.precision
+        in_gather = 1 if precision.gathers_8_bit else BYTES[precision.compute]
+        gathered, reduced = (str(layer_bytes(config, itemsize)) for itemsize in (in_gather, BYTES[precision.gradients]))
         for kind, size in (("all_gather", gathered), ("reduce_scatter", reduced), ("all_reduce", reduced)):
             flags.append((f"--xla_gpu_{kind}_combine_threshold_bytes", size, reason))
     if fsdp or tensor:

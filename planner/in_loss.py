@@ -44,7 +44,7 @@ class InLoss(LayerPeak):
             # its input, that as it is normed or attention's update, queries, keys and attention's result
             early += 2 * local.cut_stream_bytes + local.query_bytes + local.key_bytes + local.context_bytes
         if self.turn.layers > 1 or self.turn.in_order:
-            early += self.turn.of_offload_in_loss(one_chunk, self.backend) if policy == "offload" else 0
+            early += self.turn.of_offload_in_loss(one_chunk, self.backend) if policy == "offload" and not self.turn.whole else 0
         # Of frozen layers XLA gathers two turns early: no gradients wait for their reduction meanwhile.
         # Where the backward pass waits for what was saved, beside the last chunk alone.
         turns = 0 if local.saves_first and not self.one_chunk else self.turn.in_loss
@@ -53,6 +53,8 @@ class InLoss(LayerPeak):
         layers += ordered_experts.applies(self) and ordered_experts.gathers_tokens(local) and policy != "offload"
         if policy == "offload" and self.turn.layers > 1 and not self.in_loop:
             layers = int(one_chunk)  # the recomputation waits for the copies from host memory
+        if self.turn.whole:
+            layers = 0
         gathered = layers * self.gathered_layer() if self.overlap and not (self.keeps_over_tensor or self.copies_to_host) else 0
         if self.copies_to_host:
             early += offloaded_bytes(local) // local.model.num_layers + (0 if self.program.adds_bfloat16 else local.stream_bytes)
@@ -99,7 +101,7 @@ class InLoss(LayerPeak):
         (fsdp=128 and 512).
         """
         local, model = self.local, self.local.model
-        few = self.gathered_layer() > MUCH_PER_TOKEN * local.tokens
+        few = self.gathered_layer() > MUCH_PER_TOKEN * local.tokens and not self.turn.gathers_own
         if not (self.turn.in_order and self.in_loop and self.combined and model.moe is not None and few):
             return {}
         tables = (1 if model.tie_embeddings else 2) * local.compute_itemsize * local.table
@@ -165,7 +167,7 @@ class InLoss(LayerPeak):
         late = ordered and (policy == "full" or (policy == "names" and self.turn.left_over > 0))
         beside_copies = self.copies_to_host and self.in_loop and not self.program.adds_bfloat16
         late |= (policy == "offload" and not beside_copies) or local.fsdp == 1 or trains_experts or self.scales_turns_apart
-        late |= self.keeps_over_tensor and not self._sums_loss_at_once
+        late |= self.turn.gathers_own or (self.keeps_over_tensor and not self._sums_loss_at_once)
         if late or not (self.combined or local.gradient_itemsize == self.stack_itemsize):
             return 0
         return self.sharded.trained if local.adapted else self.sharded.layer_matrices

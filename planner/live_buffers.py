@@ -346,11 +346,11 @@ class LiveBuffers:
         """Whether layers with experts in order reduce their gradients, and that of the unembedding comes first.
 
         So with `full` and one microbatch in heaps of gpt-oss over context; not where inputs of blocks come from host memory, nor over
-        tensor with all_to_all.
+        tensor with all_to_all, nor where a turn gathers its own weights (heap of Scout).
         """
         local = self.local
         alone = not self.in_loop and local.tensor == 1 and not local.sends_uncapped and local.config.compute.remat.policy == "full"
-        return self.turn.in_order and self.reduces_in_turn and alone
+        return self.turn.in_order and self.reduces_in_turn and alone and not self.turn.gathers_own
 
     def reduced_early(self) -> Component:
         """Return the gradient of the unembedding that has been reduced before the loop over layers."""
@@ -404,7 +404,7 @@ class LiveBuffers:
         if self.beside_attention:
             return 0
         several = self.local.model.layer_period if self.turn.in_order else self.turn.layers
-        return (several if self.turn.pipelined else 1) * self.gathered_layer()
+        return (several if self.turn.pipelined and not self.turn.gathers_own else 1) * self.gathered_layer()
 
     @property
     def outside(self) -> Outside:

@@ -29,7 +29,7 @@ from ridgeline.planner.parameters import (
     mtp_projection_parameters,
 )
 from ridgeline.planner.pipeline import Schedule
-from ridgeline.planner.recompute import FUSED_MAX_HEAD_DIM, beside_attention, defers_reductions, saves_first
+from ridgeline.planner.recompute import FUSED_MAX_HEAD_DIM, beside_attention, defers_reductions, gathers_within_turn, saves_first
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 
@@ -223,6 +223,11 @@ class LocalSizes:
         """Whether weights of experts are gathered, and their gradients reduced, while attention runs (planner/recompute.py)."""
         sizes = {axis: getattr(self, axis) for axis in ("data", "fsdp", "context", "tensor", "expert", "pipeline")}
         return beside_attention(self.model, self.config.compute, sizes, frozen=bool(self.adapted))
+
+    @property
+    def gathers_within_turn(self) -> bool:
+        """Whether a turn of the loop over layers gathers its own weights, and none of the next turn (planner/recompute.py)."""
+        return gathers_within_turn(self.model, self.config.compute)
 
     @cached_property
     def slots(self) -> int:
@@ -422,9 +427,8 @@ class LocalSizes:
     @property
     def matrix_itemsize(self) -> int:
         """Bytes of an element of the layers' matrices in a gather: of the compute dtype, or 1 where they are stored in 8 bits or quantized
-        before they are gathered (planner/collectives/planned.py has the same rule)."""
-        precision = self.config.precision
-        return 1 if self.int8_base or precision.eight_bit or precision.matmul == "mxfp8" else self.compute_itemsize
+        before they are gathered."""
+        return 1 if self.int8_base or self.config.precision.gathers_8_bit else self.compute_itemsize
 
     @cached_property
     def loss_chunk_tokens(self) -> int:

@@ -2,10 +2,10 @@
 
 A layer waits for the weight gradients of the layer two before it, of experts for those of the layer before it
 (models/deferred_gradients.py), from turn to turn, and is computed again only when its gradient is there: so little is left to XLA's
-scheduler. It gathers the weights of a turn in the turn before. The second layer of a turn needs most: the weight gradients of the layer
-before are there, what those of its attention are computed from, and the weights of the layers after these two. ("Before" and "after" are in
-the order of the backward pass.) Read from the heaps of compiled steps of gpt-oss and Llama 4 Scout (GPU backend, jax 0.10.2). Sizes are
-bytes of one device.
+scheduler. In turns of two layers it gathers the weights of a turn in the turn before; the second layer needs most then: the weight
+gradients of the layer before are there, what those of its attention are computed from, and the weights of the next turn. In longer turns
+the weights of the next layer are gathered, and no others (`LocalSizes.gathers_within_turn`). ("Before" and "after" are in the order of the
+backward pass.) Read from the heaps of compiled steps of gpt-oss and Llama 4 Scout (GPU backend, jax 0.10.2). Sizes are bytes of one device.
 """
 
 from __future__ import annotations
@@ -16,9 +16,6 @@ from ridgeline.planner.experts_peak import MUCH_PER_TOKEN, Point
 from ridgeline.planner.live_buffers import LiveBuffers
 from ridgeline.planner.local import LocalSizes
 from ridgeline.planner.recompute import FROM_BLOCK_INPUTS, recomputed
-
-AHEAD = 2
-"""Layers of the next turn whose weights are gathered at the end of a turn; without tensor all but one, if that is more."""
 
 
 def applies(live: LiveBuffers) -> bool:
@@ -37,16 +34,28 @@ def points(live: LiveBuffers, mask: int, at_end: tuple[int, int], next_layer: in
     `LayerPeak.backward` adds.
     """
     local = live.local
-    weights = (local.model.layer_period - 2) * live.gathered_layer() - next_layer
+    weights = -next_layer
     narrow = local.config.precision.eight_bit
-    layers = AHEAD if local.tensor > 1 else max(AHEAD, local.model.layer_period - 1)
-    ahead, one_layer = layers * live.gathered_layer() - next_layer, live.defers and local.ties_weight_gradients
+    ahead, one_layer = _ahead(live) - next_layer, live.defers and local.ties_weight_gradients
     pending = 0 if one_layer and not at_start else _pending(live)
     waiting = at_end[1] + (0 if one_layer else _pending(live))
     return [
         *(_in_narrow_experts(live, weights, pending, mask) if narrow else _in_experts(live, weights, ahead, pending, mask)),
         ("its end", local.hidden_bytes, at_end[0], ahead, waiting, mask),
     ]
+
+
+def _ahead(live: LiveBuffers) -> int:
+    """Return the size of the weights that are gathered at the end of a layer with experts.
+
+    Of the next turn, or of the next layer, which has no experts where layers without them come between (heap of Llama 4 Maverick, `full`).
+    """
+    local, moe = live.local, live.local.model.moe
+    if not live.turn.gathers_own:
+        return local.model.layer_period * live.gathered_layer()
+    if moe is not None and moe.every > 1 and local.config.compute.remat.policy in FROM_BLOCK_INPUTS:
+        return min(kind.gathered_layer_weights for _, kind in local.kinds) * local.matrix_itemsize
+    return live.gathered_layer()
 
 
 def gathers_tokens(local: LocalSizes) -> bool:
@@ -69,11 +78,15 @@ def _pending(live: LiveBuffers) -> int:
     Those of the layer before. Where these are deferred, one matrix less if the MLP is computed again: they are reduced one after the other.
     `LayerPeak` adds those of the layer before in the loop (`LiveBuffers.deferred_gradients`), and where weight gradients are tied to their
     layer no others wait there (heaps of gpt-oss and Scout with few tokens). Where layers without experts come between, these have reduced
-    them (heaps of Llama 4 Maverick).
+    them (heaps of Llama 4 Maverick); with enough tokens a layer that is computed again has too, where no weights of the next turn are
+    gathered (heaps of Scout; with inputs from host memory over context alone).
     """
     local, moe = live.local, live.local.model.moe
     offloads = _few(live) and expert_layers.capped(local) and local.config.compute.remat.offloads
     if live.defers and moe is not None and (moe.every > 1 or (offloads and not local.ties_weight_gradients)):
+        return 0
+    whole = local.config.compute.remat.policy == "full" or (offloads_inputs(local) and local.context > 1)
+    if live.turn.gathers_own and whole and not _few(live):
         return 0
     gates, again = _gates(local), local.config.compute.remat.policy in FROM_BLOCK_INPUTS
     return _gradients(live) * gates // (gates + 1) if live.defers and again else _gradients(live)
@@ -101,7 +114,8 @@ def _in_experts(live: LiveBuffers, weights: int, ahead: int, pending: int, mask:
     gates, matrix = _gates(local), local.mlp_matrix * local.matrix_itemsize
     hidden = max((gates + 1) * local.hidden_bytes, 2 * gates * local.padded_hidden_bytes * local.pads_hidden)
     shared = moe is not None and moe.shared_experts > 0
-    streams = 2 * expert_layers.attention(local) + (6 if shared else 3) * local.stream_bytes + 5 * local.cut_stream_bytes
+    beside = 3 if not shared else 4 if local.weight_gradients_first else 6
+    streams = 2 * expert_layers.attention(local) + beside * local.stream_bytes + 5 * local.cut_stream_bytes
     streams -= 4 * local.tokens * local.model.embed_dim // local.tensor  # `backward` adds one stream in float32
     summed = max(local.slot_bytes or local.stream_bytes, matrix)
     fetches = expert_layers.fetches_within_layers(local)

@@ -177,7 +177,8 @@ class StepMemory(InLoss, AfterLayers, FirstExperts):
         reducing += self.turned_gradients() if reducing and not self.scatters_scaled else 0
         reducing = 0 if self.reduces_before_mlp or self.turn.in_order or self.defers else reducing
         # with fsdp they are small, and the weights of the next turn are counted, of which those of a layer are gone
-        reducing += self.turn.reduced_gradients(self.sharded.fsdp) if self.reduced and local.fsdp == 1 else 0
+        written = local.fsdp == 1 or (self.turn.gathers_own and local.model.moe is not None)
+        reducing += self.turn.reduced_gradients(self.sharded.fsdp) if self.reduced and written else 0
         left_over = self.turn.left_over if late and (self.turn.layers > 1 or self.turn.in_order) else 0  # their backward pass is over
         return {
             "activations": replace(self.saved, bytes=self.saved.bytes - left_over * self.saved.bytes // local.model.num_layers),

@@ -73,6 +73,19 @@ class Turn:
         """Layers after the last whole turn, which are not in the loop."""
         return self.local.model.num_layers % self.local.model.layer_period
 
+    @property
+    def gathers_own(self) -> bool:
+        """Whether an ordered turn gathers its own weights (planner/recompute.py, gathers_within_turn).
+
+        XLA then takes no turn out of the loops over layers to gather weights for the next one.
+        """
+        return self.in_order and self.local.gathers_within_turn
+
+    @property
+    def whole(self) -> bool:
+        """Whether all layers run in the loops over turns that gather their own weights."""
+        return self.gathers_own and not self.left_over and self.local.pipeline == 1
+
     def not_stacked(self, saved_bytes: int) -> int:
         """Return the size of what the last turn kept, which is not yet in the stacks of all turns: that turn is not in the loop.
 
@@ -82,7 +95,8 @@ class Turn:
         saved_bytes: of all layers.
         """
         local = self.local
-        several = self.overlap and local.model.layer_period > 1 and not local.saves_first and local.fsdp > 1 and local.pipeline == 1
+        in_loop = local.saves_first or self.gathers_own
+        several = self.overlap and local.model.layer_period > 1 and not in_loop and local.fsdp > 1 and local.pipeline == 1
         return local.model.layer_period * saved_bytes // local.model.num_layers if several else 0
 
     def last_stacks(self, saved_bytes: int) -> int:

@@ -76,7 +76,7 @@ class StepSizes:
         self.micro = config.trainer.accumulation
         self.rows = config.data.batch_size // self.micro // (sizes["data"] * self.fsdp)
         self.act = itemsize[config.precision.compute]
-        narrow = itemsize.get("float8", 1) if config.precision.eight_bit or config.precision.matmul == "mxfp8" else self.act
+        narrow = itemsize.get("float8", 1) if config.precision.gathers_8_bit else self.act
         self.gathered = 1 if self.frozen and config.lora.base == "int8" else narrow
         """Bytes per element of a layer's parameters in an all-gather; of adapters `act`."""
         self.update_grad = narrow if gpu else self.act

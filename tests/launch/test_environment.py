@@ -174,12 +174,33 @@ def test_xla_moves_no_reduction_and_no_gather_where_the_program_does(model: str)
         program = parallelize(config.model, config.compute, config.precision, partitioner, config.lora)
         local = LocalSizes.of(config, axes)
         assert moves_itself(config) == program.defers == local.defers_reductions, (axes, adapters)
-        assert moves_itself(config, PIPELINED_GATHERS) == program.beside_attention == local.beside_attention, (axes, adapters, remat)
+        assert program.beside_attention == local.beside_attention
+        assert moves_itself(config, PIPELINED_GATHERS) == program.beside_attention, (axes, adapters, remat)
         assert not (program.defers and adapters), "adapters have small gradients"
         found.add(program.defers)
         gathers.add(program.beside_attention)
     assert found == ({False} if model.startswith("llama") else {True, False})
     assert gathers == ({True, False} if model.startswith("deepseek") else {False})
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "within"),
+    [
+        ("gemma3-12b", (), True),
+        ("olmo3-7b", (), True),
+        ("llama-4-scout-17b-16e", (), True),
+        ("gemma3-12b", ("compute.scan_layers=false",), False),  # no turns
+        ("gemma2-9b", (), False),
+        ("gpt-oss-20b", (), False),
+        ("gpt-oss-20b", ("compute.scan_unroll=3",), True),  # whole turns of two layers: four
+        ("llama-3.1-8b", ("compute.scan_unroll=2",), False),
+        ("llama-3.1-8b", ("compute.scan_unroll=4",), True),
+    ],
+)
+def test_turns_of_more_than_two_layers_gather_their_own_weights(model: str, settings: tuple[str, ...], within: bool) -> None:
+    """XLA would gather those of all layers of the next turn at the end of a turn."""
+    sized = ["mesh.fsdp=8", "data.batch_size=256", "data.seq_len=1024"]
+    assert moves_itself(load(f"models/{model}", [*sized, *settings]).config, PIPELINED_GATHERS) == within
 
 
 def test_xla_moves_reductions_while_the_mesh_has_no_sizes() -> None:
@@ -472,6 +493,20 @@ def test_what_is_combined_is_one_layer_in_the_dtype_that_moves(mesh: tuple[str, 
     assert int(found["--xla_gpu_reduce_scatter_combine_threshold_bytes"]) == LAYER_8B * 4 // pieces
     narrow = flags(*mesh, "precision.gradients=bfloat16")
     assert int(narrow["--xla_gpu_reduce_scatter_combine_threshold_bytes"]) == LAYER_8B * 2 // pieces
+    for matmul in ("fp8", "fp8_delayed", *(("mxfp8",) if pieces == 1 else ())):  # quantized before they are gathered
+        assert int(flags(*mesh, f"precision.matmul={matmul}")["--xla_gpu_all_gather_combine_threshold_bytes"]) == LAYER_8B // pieces
+    assert pieces > 1 or flags(*mesh, "precision.matmul=nvfp4") == found
+
+
+@pytest.mark.parametrize("model", ["mixtral-8x7b", "qwen3-30b-a3b", "gpt-oss-20b", "llama-4-scout-17b-16e"])
+@pytest.mark.parametrize(("tensor", "expert"), [(1, 1), (1, 2), (2, 4), (1, 8)])
+def test_what_is_combined_are_the_experts_of_a_device_in_one_layer(model: str, tensor: int, expert: int) -> None:
+    """Not those of other devices: the weights of several layers would be gathered at once."""
+    axes = {"fsdp": 4, "tensor": tensor, "expert": expert}
+    config = load(f"models/{model}", ["data.batch_size=64", *(f"mesh.{axis}={size}" for axis, size in axes.items())]).config
+    found = {name: value for name, value, _ in overlap_flags(config)}
+    weights = LocalSizes.of(config, axes).gathered_layer_weights
+    assert int(found["--xla_gpu_all_gather_combine_threshold_bytes"]) == pytest.approx(2 * weights, rel=0.01)
 
 
 @pytest.mark.parametrize(
