@@ -60,14 +60,15 @@ def offloads_inputs(policy: str, names: Sequence[str]) -> bool:
     return policy == "offload" and "block_input" in names
 
 
-def zeroes_embedding_early(policy: str, names: Sequence[str], context: int, *, experts: bool) -> bool:
+def zeroes_embedding_early(policy: str, names: Sequence[str], context: int, tensor: int, *, experts: bool) -> bool:
     """Return whether the zeros of the embedding's gradient may be written before the backward pass of the layers.
 
     Elsewhere that gradient begins after the layers, which saves the size of the table. With rows sharded over `context` devices and inputs
     from host memory XLA then delays the last layer's weight gradients until its ring is done, which takes up to 19 % more memory (Llama 3.2
-    3B, rows of 262,144 and 524,288 tokens); not so with experts.
+    3B, rows of 262,144 and 524,288 tokens). Not so with experts, nor where weight gradients come first, as without `tensor`
+    (planner/recompute.py, gradients_first).
     """
-    return context > 1 and offloads_inputs(policy, names) and not experts
+    return context > 1 and tensor > 1 and offloads_inputs(policy, names) and not experts
 
 
 def policy_help() -> str:

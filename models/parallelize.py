@@ -184,10 +184,10 @@ def parallelize(
         block_format=precision.block_scaled,
         save_gathered=remat.recomputes_blocks,
         zeroes_embedding_early=zeroes_embedding_early(
-            compute.remat.policy, compute.remat.names, partitioner.mesh.shape["context"], experts=model.moe is not None
+            compute.remat.policy, compute.remat.names, shape["context"], shape["tensor"], experts=model.moe is not None
         ),
         frozen=frozen,
-        gradients_first=gradients_first(model, compute, frozen=frozen, tensor=shape["tensor"]) and not _shards_matmuls(partitioner),
+        gradients_first=gradients_first(model, compute, shape, frozen=frozen) and not _shards_matmuls(partitioner),
         keeps_input=saved and not remat.recomputes_blocks,
     )
 

@@ -249,7 +249,7 @@ class LiveBuffers:
         """Return the bytes of the embedding's unsharded gradient where its zeros are written before the layers (configs/remat.py)."""
         local = self.local
         remat, experts = local.config.compute.remat, local.model.moe is not None
-        early = zeroes_embedding_early(remat.policy, remat.names, local.context, experts=experts) and not local.adapted
+        early = zeroes_embedding_early(remat.policy, remat.names, local.context, local.tensor, experts=experts) and not local.adapted
         return local.table * local.gradient_itemsize if early else 0
 
     def expert_rows_in_flight(self) -> int:

@@ -33,7 +33,34 @@ LATE = {"pre": 2, "post": 3, "both": 2}
 
 def applies(live: LiveBuffers) -> bool:
     """Return whether blocks are computed again in such layers."""
-    return live.turn.gradients_first and live.turn.recomputes
+    return live.turn.gradients_first and live.turn.recomputes and live.turn.in_order
+
+
+def applies_to_alike(live: LiveBuffers) -> bool:
+    """Return whether blocks of alike layers are computed again in such layers, with 16-bit matmuls."""
+    first = live.turn.gradients_first and live.turn.recomputes and not live.turn.in_order
+    return first and live.local.config.precision.matmul == "compute"
+
+
+def points_of_alike(live: LiveBuffers, mask: int, matrices: int, workspace: int) -> list[Point]:
+    """Return the points in a layer of alike ones over context: in its MLP, when the weight gradient of down is there, and in its attention.
+
+    Gate and up, the gradient of the input of down, and the gradients of gate and up, which one kernel computes. Streams: inputs of
+    attention and MLP, attention's update, and the gradient of the layer's result. Heaps of Llama 3, Mistral Nemo 12B and Qwen3.
+
+    mask: of packed documents. matrices: gathered weights. workspace: of attention.
+    """
+    local = live.local
+    arrays = (2 if local.model.gated_mlp else 1) + 2
+    heads = local.query_bytes + local.key_bytes + local.value_bytes + local.context_bytes
+    heads += local.query_bytes + local.key_bytes if local.model.qk_norm else 0
+    # `LayerPeak.backward` adds one stream in float32, and the input of the block where it comes from host memory
+    rest = 4 * local.stream_bytes - 4 * local.tokens * local.model.embed_dim
+    down = local.mlp_matrix * local.gradient_itemsize
+    return [
+        ("its MLP", arrays * local.hidden_bytes, rest + heads, matrices, down, mask),
+        ("its attention", 0, max(6 * local.stream_bytes, 3 * local.stream_bytes + 5 * local.query_bytes), 0, 0, workspace),
+    ]
 
 
 def points(live: LiveBuffers, mask: int, matrices: int, workspace: int, *, at_start: bool) -> list[Point]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ridgeline.planner import block_scaled, constant_costs, expert_layers, ordered_experts
+from ridgeline.planner import block_scaled, constant_costs, expert_layers, ordered_dense, ordered_experts
 from ridgeline.planner.activations import (
     Component,
     attention_workspace,
@@ -175,7 +175,8 @@ class StepMemory(InLoss, AfterLayers, FirstExperts):
         if reducing and (self.reduces_in_turn or self.scatters_scaled):
             reducing = 2 * reducing // self.sharded.fsdp  # the sums over fsdp, and together as they are summed over the other axes
         reducing += self.turned_gradients() if reducing and not self.scatters_scaled else 0
-        reducing = 0 if self.reduces_before_mlp or self.turn.in_order or self.defers else reducing
+        apart = self.turn.in_order or self.defers or ordered_dense.applies_to_alike(self)
+        reducing = 0 if self.reduces_before_mlp or apart else reducing
         # with fsdp they are small, and the weights of the next turn are counted, of which those of a layer are gone
         written = local.fsdp == 1 or (self.turn.gathers_own and local.model.moe is not None)
         reducing += self.turn.reduced_gradients(self.sharded.fsdp) if self.reduced and written else 0
@@ -226,7 +227,9 @@ class StepMemory(InLoss, AfterLayers, FirstExperts):
         if self.turn.in_order and local.model.moe is None and local.config.compute.remat.policy in ("full", "offload"):
             kept = Component(self.turn.last_stacks(self.saved.bytes), "inputs of the blocks of the layers of a turn that are left")
         collectives = point["collective_buffers"]
-        alike = self.turn.layers == 1 and not ordered_experts.applies(self) and not self.reduces_in_turn
+        alike = self.turn.layers == 1 and not (
+            ordered_experts.applies(self) or ordered_dense.applies_to_alike(self) or self.reduces_in_turn
+        )
         if offloads_inputs(local) and self.reduced and alike:
             before = local.gathered_trained_weights * local.gradient_itemsize
             collectives = Component(collectives.bytes + before, f"{collectives.assumption}, and those of the layer before")

@@ -66,7 +66,8 @@ class Turn:
     def gradients_first(self) -> bool:
         """Whether each matmul of these layers computes its weight gradients before the gradient of its input is used."""
         local = self.local
-        return self.overlap and gradients_first(local.model, local.config.compute, frozen=bool(local.adapted), tensor=local.tensor)
+        sizes = {"context": local.context, "tensor": local.tensor, "pipeline": local.pipeline}
+        return self.overlap and gradients_first(local.model, local.config.compute, sizes, frozen=bool(local.adapted))
 
     @property
     def left_over(self) -> int:
