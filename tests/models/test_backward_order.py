@@ -13,10 +13,12 @@ import pytest
 from flax import nnx
 
 from ridgeline.configs.model_schema import ModelConfig
+from ridgeline.configs.remat import zeroes_embedding_early
 from ridgeline.configs.schema import AttentionConfig, ComputeConfig, PrecisionConfig, RematConfig
 from ridgeline.configs.tuning_schema import LoraConfig
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.parallelize import parallelize
+from ridgeline.planner.recompute import gradients_first
 from ridgeline.trainer.step import make_train_step, to_global
 from tests.models.tiny import BASE, build, tokens, value_and_grad
 from tests.sampling import drawn
@@ -178,23 +180,65 @@ def test_weight_gradients_are_computed_before_the_gradient_of_the_input_is_used_
     """
     decoder = alternating(policy, mesh=mesh, vocab_size=64)
     assert decoder.execution.matmul.gradients_first is first
-    if not first:
-        return
+    if first:
+        check_weight_gradients_come_first(
+            decoder, layers=5, reduced_by=None if mesh is None else "reduce_scatter" if mesh[1] > 1 else "psum"
+        )
+
+
+@pytest.mark.parametrize(
+    ("policy", "axes", "first"),
+    [("full", {"fsdp": 2}, True), ("full", {"data": 2}, True), ("full", {}, True), ("full", {"tensor": 2}, False)]
+    + [(policy, {"fsdp": 2}, False) for policy in REMAT if policy != "full"],
+)
+def test_so_they_are_in_alike_layers_over_context_that_are_computed_again(policy: str, axes: dict[str, int], first: bool) -> None:
+    """XLA would delay those of the MLP until attention's backward pass, a ring, is over."""
+    config = make_config(*(axes.get(axis, 1) for axis in ("data", "fsdp", "tensor")))
+    config = config.model_copy(update={"mesh": config.mesh.model_copy(update={"context": 2})})
+    partitioner = prepared(config, jax.devices()[: 2 * math.prod(axes.values())])[0]
+    compute = ComputeConfig(remat=REMAT[policy], attention=AttentionConfig(backend="chunked", chunk=8))
+    decoder = build(ModelConfig(**BASE | {"num_layers": 3, "vocab_size": 64}), compute, partitioner=partitioner)
+    assert not decoder.execution.in_order
+    assert decoder.execution.matmul.gradients_first is first
+    if first:
+        check_weight_gradients_come_first(decoder, layers=1, reduced_by="reduce_scatter" if "fsdp" in axes else "psum")
+
+
+@pytest.mark.parametrize("moe", [False, True])
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("context", [1, 2])
+def test_zeros_of_the_embeddings_gradient_come_early_only_where_weight_gradients_do_not_come_first(
+    context: int, tensor: int, moe: bool
+) -> None:
+    """Inputs of blocks in host memory: over context XLA would delay the last layer's weight gradients until its ring is done."""
+    compute = ComputeConfig(remat=RematConfig(policy="offload", names=["block_input"]))
+    model = ModelConfig(**BASE | (EXPERTS if moe else {}))
+    early = zeroes_embedding_early("offload", ["block_input"], context, tensor, experts=moe)
+    first = gradients_first(model, compute, {"context": context, "tensor": tensor}, frozen=False)
+    assert (early, first) == (not moe and context == 2 and tensor == 2, not moe and context == 2 and tensor == 1)
+    assert not gradients_first(model, compute, {"context": context, "tensor": tensor}, frozen=True)
+    assert not gradients_first(model, compute, {"context": context, "tensor": tensor, "pipeline": 2}, frozen=False)
+    kept = ComputeConfig(remat=RematConfig(policy="names", names=["mlp_gate", "mlp_up"]))
+    assert not gradients_first(model, kept, {"context": context, "tensor": tensor}, frozen=False)
+
+
+def check_weight_gradients_come_first(decoder: Decoder, *, layers: int, reduced_by: str | None) -> None:
+    """layers: that are traced. reduced_by: the first collective of weight gradients; None: on one device."""
     found = list(equations(gradients_program(decoder).jaxpr))
     matrices = {tuple(sorted(leaf.shape[1:])) for leaf in jax.tree.leaves(nnx.state(decoder.blocks)) if leaf.ndim > 2}
     made = {out: equation for _, equation in found for out in equation.outvars}
     returned = [out for _, equation in found for program in programs_in(equation) for out in program.outvars]
     tied = [e for _, e in found if e.primitive.name == "optimization_barrier" and 2 <= len(e.invars) <= 4]
     tied = [e for e in tied if all(tuple(sorted(each.aval.shape)) in matrices for each in e.invars[1:])]
-    assert len(tied) == 4 * 5
+    assert len(tied) == 4 * layers
     for barrier in tied:
         dx, *unreduced = barrier.invars
         assert all(equation is barrier for _, equation in found if dx in equation.invars)
         assert not any(out is dx for out in returned)
         assert {made[each].primitive.name for each in unreduced} <= {"dot_general", "transpose", "reshape", "convert_element_type"}
-        if mesh is not None:
+        if reduced_by is not None:
             after = {e.primitive.name for _, e in found for each in barrier.outvars[1:] if each in e.invars}
-            assert after == ({"reduce_scatter"} if mesh[1] > 1 else {"psum"}), after
+            assert after == {reduced_by}, after
 
 
 def test_layers_of_one_kind_and_frozen_ones_have_no_barriers() -> None:
