@@ -221,7 +221,7 @@ class ExpertsPeak(LiveBuffers):
         in_kernel = (gates + 1) * hidden + 2 * local.row_bytes
         summed = 3 * local.row_bytes + hidden + max(hidden, local.slot_bytes or local.stream_bytes)
         points = [("its MLP", in_kernel, beside, matrices, 0, mask), ("its MLP", summed, beside, matrices, computed, mask)]
-        over_two = local.tensor == 2 and not local.latent_bytes  # its exchange is short
+        over_two = local.tensor == 2 and not local.latent_bytes and not (capped and local.context == 1)  # its exchange is short
         if local.expert == 1 and (over_two or (capped and local.tensor == 1)):
             points = [("its MLP", in_kernel, beside, matrices, local.mlp_matrix * local.gradient_itemsize, mask)]
         if capped and local.expert > 1 and not expert_layers.sends_capped(local):

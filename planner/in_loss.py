@@ -94,25 +94,28 @@ class InLoss(LayerPeak):
         }
 
     def forward(self) -> dict[str, dict[str, Component]]:
-        """Return the point at the start of the forward pass of turns of several layers with experts, in a loop of microbatches.
+        """Return the point in the forward pass of turns of layers with experts and few tokens, whose inputs go to host memory; none: it is
+        not the peak.
 
-        The forward pass of a turn has no order of its own: with few tokens the weights of two turns are gathered at once, and both tables
-        (heaps of Llama 4 Scout, fsdp=128 and fsdp=64 x context=4), with copies to host memory those of one more layer than a turn has
-        (fsdp=128 and 512).
+        Nothing in it needs the gradients of the unembedding and, with one microbatch, the stacks of those of the layers, but they are
+        zeroed already, and the unembedding is gathered (heaps of Llama 4 Scout).
         """
         local, model = self.local, self.local.model
-        few = self.gathered_layer() > MUCH_PER_TOKEN * local.tokens and not self.turn.gathers_own
-        if not (self.turn.in_order and self.in_loop and self.combined and model.moe is not None and few):
+        few = self.gathered_layer() > MUCH_PER_TOKEN * local.tokens
+        if not (self.turn.gathers_own and self.combined and model.moe is not None and few and offloads_inputs(local)):
             return {}
-        tables = (1 if model.tie_embeddings else 2) * local.compute_itemsize * local.table
-        layers = model.layer_period + (1 if local.config.compute.remat.offloads else model.layer_period)
-        weights = layers * self.gathered_layer() + tables
+        in_layer = (2 if model.gated_mlp else 1) * local.hidden_bytes + local.row_bytes + 3 * local.stream_bytes
         return {
             "forward pass": {
+                "gradients": Component(0 if self.in_loop else self.layer_gradients * self.stack_itemsize, "of the layers, zeroed early"),
                 "accumulated_gradients": self.accumulated(),
                 "parameter_copies": Component(
-                    self.layout_copies() + weights,
-                    f"transposed parameters of MLP down and attention out; gathered weights of {layers} layers",
+                    self.layout_copies() + 2 * self.gathered_layer(),
+                    "transposed parameters of MLP down and attention out; gathered weights, also those of the next layer",
+                ),
+                "working_activations": Component(in_layer, "forward pass of one layer"),
+                "loss": Component(
+                    (4 + local.compute_itemsize) * local.table, "the gathered unembedding, and its gradient in float32, zeroed early"
                 ),
             }
         }
@@ -154,7 +157,7 @@ class InLoss(LayerPeak):
         are (heaps of Mixtral, Qwen3 and gpt-oss; of DeepSeek with `full` and `dots`, not over tensor), and in ordered turns that recompute
         everything, or gate and up where layers are left over, which write no stacks (heaps of Gemma 2 and 3 and OLMo 3). Without fsdp all
         are in 15 of 17 heaps, not in two with mesh.zero_stage=2 over two devices of data; with full they are early over data alone, where
-        the loss is not the peak.
+        the loss is not the peak. In turns that gather their own weights, and in alike layers whose weight gradients come first, all are.
         """
         local, policy = self.local, self.local.config.compute.remat.policy
         if not self.overlap:
@@ -167,7 +170,7 @@ class InLoss(LayerPeak):
         late = ordered and (policy == "full" or (policy == "names" and self.turn.left_over > 0))
         beside_copies = self.copies_to_host and self.in_loop and not self.program.adds_bfloat16
         late |= (policy == "offload" and not beside_copies) or local.fsdp == 1 or trains_experts or self.scales_turns_apart
-        late |= self.turn.gathers_own or (self.keeps_over_tensor and not self._sums_loss_at_once)
+        late |= self.turn.gathers_own or self.alike_gradients_first or (self.keeps_over_tensor and not self._sums_loss_at_once)
         if late or not (self.combined or local.gradient_itemsize == self.stack_itemsize):
             return 0
         return self.sharded.trained if local.adapted else self.sharded.layer_matrices

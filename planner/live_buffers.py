@@ -10,7 +10,7 @@ from functools import cached_property
 
 from ridgeline.configs.remat import zeroes_embedding_early
 from ridgeline.planner import block_scaled, expert_layers
-from ridgeline.planner.activations import Component
+from ridgeline.planner.activations import NODE_DEVICES, Component
 from ridgeline.planner.hardware import GpuProgram
 from ridgeline.planner.local import LocalSizes
 from ridgeline.planner.optimizer_state import expert_scales
@@ -324,6 +324,12 @@ class LiveBuffers:
         return dense and self.turn.layers == 1
 
     @property
+    def alike_gradients_first(self) -> bool:
+        """Whether alike layers are computed again whose matmuls, in 16 bits, compute weight gradients first (models/matmul)."""
+        first = self.turn.gradients_first and self.turn.recomputes and not self.turn.in_order
+        return first and self.local.config.precision.matmul == "compute"
+
+    @property
     def reduces_table_early(self) -> bool:
         """Whether the unembedding's gradient is reduced before the loop over layers, with that of the first router.
 
@@ -331,12 +337,15 @@ class LiveBuffers:
         over context, not over data. In DeepSeek it is so too, but its compiled steps are planned without it. Nor where turns of several
         layers reduce their gradients in the next turn: the two turns before the loop hold both their gradients and this one. Nor with
         experts in layers in order (heaps of gpt-oss and Llama 4 Scout). In turns that wait for what was saved, with a ring over context, it
-        is so in a loop of microbatches too (heap of Scout in fp8, `dots`).
+        is so in a loop of microbatches too (heap of Scout in fp8, `dots`). Over context where weight gradients come first with one
+        microbatch on several nodes (heaps of Llama 3.1 8B; not of it and Qwen3 8B on eight devices).
         """
         several = self.turn.layers > 1 and self.reduces_in_turn
         ordered = self.turn.in_order and not self.local.model.tie_embeddings and self.local.model.moe is None
         sends = self.turn.layers > 1 and expert_layers.sends_over_fsdp(self.local)
+        first = self.alike_gradients_first and self.data * self.local.fsdp * self.local.context > NODE_DEVICES
         early = (self.delays_experts and not self.defers) or several or ordered or sends or self.scatters_scaled or self.reduces_in_order
+        early |= first
         loops = self.in_loop and not (self.delays_experts and self.local.context > 1 and self.data == 1)
         ring = several and self.local.saves_first and self.local.ring
         return early and self.reduced and (ring or not loops) and self.local.model.latent_attention is None

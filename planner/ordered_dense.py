@@ -36,12 +36,6 @@ def applies(live: LiveBuffers) -> bool:
     return live.turn.gradients_first and live.turn.recomputes and live.turn.in_order
 
 
-def applies_to_alike(live: LiveBuffers) -> bool:
-    """Return whether blocks of alike layers are computed again in such layers, with 16-bit matmuls."""
-    first = live.turn.gradients_first and live.turn.recomputes and not live.turn.in_order
-    return first and live.local.config.precision.matmul == "compute"
-
-
 def points_of_alike(live: LiveBuffers, mask: int, matrices: int, workspace: int) -> list[Point]:
     """Return the points in a layer of alike ones over context: in its MLP, when the weight gradient of down is there, and in its attention.
 
@@ -59,7 +53,7 @@ def points_of_alike(live: LiveBuffers, mask: int, matrices: int, workspace: int)
     down = local.mlp_matrix * local.gradient_itemsize
     return [
         ("its MLP", arrays * local.hidden_bytes, rest + heads, matrices, down, mask),
-        ("its attention", 0, max(6 * local.stream_bytes, 3 * local.stream_bytes + 5 * local.query_bytes), 0, 0, workspace),
+        ("its attention", 0, 4 * local.stream_bytes, 0, 0, workspace),
     ]
 
 

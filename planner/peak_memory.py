@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ridgeline.planner import block_scaled, constant_costs, expert_layers, ordered_dense, ordered_experts
+from ridgeline.planner import block_scaled, constant_costs, expert_layers, ordered_experts
 from ridgeline.planner.activations import (
     Component,
     attention_workspace,
@@ -175,11 +175,12 @@ class StepMemory(InLoss, AfterLayers, FirstExperts):
         if reducing and (self.reduces_in_turn or self.scatters_scaled):
             reducing = 2 * reducing // self.sharded.fsdp  # the sums over fsdp, and together as they are summed over the other axes
         reducing += self.turned_gradients() if reducing and not self.scatters_scaled else 0
-        apart = self.turn.in_order or self.defers or ordered_dense.applies_to_alike(self)
+        apart = self.turn.in_order or self.defers or self.alike_gradients_first
         reducing = 0 if self.reduces_before_mlp or apart else reducing
         # with fsdp they are small, and the weights of the next turn are counted, of which those of a layer are gone
         written = local.fsdp == 1 or (self.turn.gathers_own and local.model.moe is not None)
         reducing += self.turn.reduced_gradients(self.sharded.fsdp) if self.reduced and written else 0
+        early = late or self.alike_gradients_first
         left_over = self.turn.left_over if late and (self.turn.layers > 1 or self.turn.in_order) else 0  # their backward pass is over
         return {
             "activations": replace(self.saved, bytes=self.saved.bytes - left_over * self.saved.bytes // local.model.num_layers),
@@ -199,7 +200,7 @@ class StepMemory(InLoss, AfterLayers, FirstExperts):
                 + ("; one saved value of all layers in another layout" if relaid else ""),
             ),
             "attention_workspace": Component(workspace, attention_workspace(local, self.backend).assumption),
-            "loss": self.reduced_early() if late and self.reduces_table_early else self.unembedding_gradient(),
+            "loss": self.reduced_early() if early and self.reduces_table_early else self.unembedding_gradient(),
             "collective_buffers": Component(
                 waiting + reducing,
                 f"unsharded {local.config.precision.gradients} gradients of a layer before their reduction"
@@ -227,9 +228,7 @@ class StepMemory(InLoss, AfterLayers, FirstExperts):
         if self.turn.in_order and local.model.moe is None and local.config.compute.remat.policy in ("full", "offload"):
             kept = Component(self.turn.last_stacks(self.saved.bytes), "inputs of the blocks of the layers of a turn that are left")
         collectives = point["collective_buffers"]
-        alike = self.turn.layers == 1 and not (
-            ordered_experts.applies(self) or ordered_dense.applies_to_alike(self) or self.reduces_in_turn
-        )
+        alike = self.turn.layers == 1 and not (ordered_experts.applies(self) or self.alike_gradients_first or self.reduces_in_turn)
         if offloads_inputs(local) and self.reduced and alike:
             before = local.gathered_trained_weights * local.gradient_itemsize
             collectives = Component(collectives.bytes + before, f"{collectives.assumption}, and those of the layer before")
