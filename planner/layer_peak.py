@@ -81,11 +81,7 @@ class LayerPeak(MlpPeak):
         if ordered_experts.applies(self):
             ordered = ordered_experts.points(self, mask, (at_end * stream, waiting + more), next_layer, at_start=at_start)
             return self._most(ordered, at_start=at_start)
-        if ordered_dense.applies(self):
-            ordered = ordered_dense.points(self, mask, 2 * local.mlp_matrix * local.matrix_itemsize, attention, at_start=at_start)
-            return self._most([*ordered, ("its end", hidden, at_end * stream, 0, waiting + more, mask)], at_start=at_start)
-        if self.alike_gradients_first:
-            ordered = ordered_dense.points_of_alike(self, mask, 2 * local.mlp_matrix * local.matrix_itemsize, attention)
+        if ordered := ordered_dense.points(self, mask, 2 * local.mlp_matrix * local.matrix_itemsize, attention, at_start=at_start):
             return self._most([*ordered, ("its end", hidden, at_end * stream, 0, waiting + more, mask)], at_start=at_start)
         narrow = self._points_of_narrow_matmuls(again, at_mlp, at_mlp - usual, together, sizes, at_start=at_start)
         after_mlp = next_layer if self.gathers_after_mlp else 0

@@ -1,10 +1,11 @@
-"""Points in dense layers that follow each other in the backward pass (models/backward_order.py) where memory can peak.
+"""Points where memory can peak in dense layers that follow each other in the backward pass (models/backward_order.py), or are alike.
 
 Each matmul computes its weight gradients before the gradient of its input is used (models/matmul), a layer is computed again only when the
 gradient of its result is there, and it waits for the reduced weight gradients of the layer two before it. So nothing is left to XLA's
 scheduler but the gradients of norms, which wait for the end of the next layer: the inputs of two layers' norms are live, and the unreduced
 weight gradients of the layer before. ("Before" and "next" are in the order of the backward pass.) Not over `tensor`, where matmuls have no
 such order. Read from the heaps of compiled steps of Gemma 2 and 3 and OLMo 3 (GPU backend, jax 0.10.2). Sizes are bytes of one device.
+Alike layers over context have no order but that of their matmuls (`_of_alike`).
 """
 
 from __future__ import annotations
@@ -31,37 +32,15 @@ LATE = {"pre": 2, "post": 3, "both": 2}
 """Streams more with scales of earlier steps: the largest magnitudes of gradients are found late, since only the next step needs them."""
 
 
-def applies(live: LiveBuffers) -> bool:
-    """Return whether blocks are computed again in such layers."""
-    return live.turn.gradients_first and live.turn.recomputes and live.turn.in_order
-
-
-def points_of_alike(live: LiveBuffers, mask: int, matrices: int, workspace: int) -> list[Point]:
-    """Return the points in a layer of alike ones over context: in its MLP, when the weight gradient of down is there, and in its attention.
-
-    Gate and up, the gradient of the input of down, and the gradients of gate and up, which one kernel computes. Streams: inputs of
-    attention and MLP, attention's update, and the gradient of the layer's result. Heaps of Llama 3, Mistral Nemo 12B and Qwen3.
-
-    mask: of packed documents. matrices: gathered weights. workspace: of attention.
-    """
-    local = live.local
-    arrays = (2 if local.model.gated_mlp else 1) + 2
-    heads = local.query_bytes + local.key_bytes + local.value_bytes + local.context_bytes
-    heads += local.query_bytes + local.key_bytes if local.model.qk_norm else 0
-    # `LayerPeak.backward` adds one stream in float32, and the input of the block where it comes from host memory
-    rest = 4 * local.stream_bytes - 4 * local.tokens * local.model.embed_dim
-    down = local.mlp_matrix * local.gradient_itemsize
-    return [
-        ("its MLP", arrays * local.hidden_bytes, rest + heads, matrices, down, mask),
-        ("its attention", 0, 4 * local.stream_bytes, 0, 0, workspace),
-    ]
-
-
 def points(live: LiveBuffers, mask: int, matrices: int, workspace: int, *, at_start: bool) -> list[Point]:
-    """Return the points in a layer's MLP, before the weight gradients of down, and in its attention.
+    """Return the points in a layer's MLP, before the weight gradients of down, and in its attention; none: layers have no such order.
 
     mask: of packed documents. matrices: gathered weights. workspace: of attention.
     """
+    if live.alike_gradients_first:
+        return _of_alike(live, mask, matrices, workspace)
+    if not (live.turn.gradients_first and live.turn.recomputes and live.turn.in_order):
+        return []
     local, precision, program = live.local, live.local.config.precision, live.program
     late = precision.matmul == "fp8_delayed"
     gradients = local.mlp_matrix * local.gradient_itemsize
@@ -78,6 +57,25 @@ def points(live: LiveBuffers, mask: int, matrices: int, workspace: int, *, at_st
     return [
         ("its MLP", _hidden(local), rest + _heads(local, late=late), matrices, gradients, mask),
         ("its attention", 0, 6 * local.stream_bytes + 5 * local.query_bytes, 0, gradients, workspace),
+    ]
+
+
+def _of_alike(live: LiveBuffers, mask: int, matrices: int, workspace: int) -> list[Point]:
+    """Return the points in a layer of alike ones over context: in its MLP, when the weight gradient of down is there, and in its attention.
+
+    Gate and up, the input of down and its gradient. Streams: inputs of attention and MLP, attention's update, and the gradient of the
+    layer's result (heaps of Llama 3, Mistral Nemo 12B and Qwen3).
+    """
+    local = live.local
+    arrays = (2 if local.model.gated_mlp else 1) + 2
+    heads = local.query_bytes + local.key_bytes + local.value_bytes + local.context_bytes
+    heads += local.query_bytes + local.key_bytes if local.model.qk_norm else 0
+    # `LayerPeak.backward` adds one stream in float32, and the input of the block where it comes from host memory
+    rest = 4 * local.stream_bytes - 4 * local.tokens * local.model.embed_dim
+    down = local.mlp_matrix * local.gradient_itemsize
+    return [
+        ("its MLP", arrays * local.hidden_bytes, rest + heads, matrices, down, mask),
+        ("its attention", 0, 4 * local.stream_bytes, 0, 0, workspace),
     ]
 
 
