@@ -107,6 +107,7 @@ class InLoss(LayerPeak):
         in_layer = (2 if model.gated_mlp else 1) * local.hidden_bytes + local.row_bytes + 3 * local.stream_bytes
         return {
             "forward pass": {
+                "activations": self.saved,
                 "gradients": Component(0 if self.in_loop else self.layer_gradients * self.stack_itemsize, "of the layers, zeroed early"),
                 "accumulated_gradients": self.accumulated(),
                 "parameter_copies": Component(
