@@ -44,7 +44,7 @@ class InLoss(LayerPeak):
             # its input, that as it is normed or attention's update, queries, keys and attention's result
             early += 2 * local.cut_stream_bytes + local.query_bytes + local.key_bytes + local.context_bytes
         if self.turn.layers > 1 or self.turn.in_order:
-            early += self.turn.of_offload_in_loss(one_chunk, self.backend) if policy == "offload" and not self.turn.whole else 0
+            early += self.turn.of_offload_in_loss(one_chunk, self.backend) if policy == "offload" and not self.turn.all_in_loops else 0
         # Of frozen layers XLA gathers two turns early: no gradients wait for their reduction meanwhile.
         # Where the backward pass waits for what was saved, beside the last chunk alone.
         turns = 0 if local.saves_first and not self.one_chunk else self.turn.in_loss
@@ -53,7 +53,7 @@ class InLoss(LayerPeak):
         layers += ordered_experts.applies(self) and ordered_experts.gathers_tokens(local) and policy != "offload"
         if policy == "offload" and self.turn.layers > 1 and not self.in_loop:
             layers = int(one_chunk)  # the recomputation waits for the copies from host memory
-        if self.turn.whole:
+        if self.turn.all_in_loops:
             layers = 0
         gathered = layers * self.gathered_layer() if self.overlap and not (self.keeps_over_tensor or self.copies_to_host) else 0
         if self.copies_to_host:

@@ -85,8 +85,8 @@ def _pending(live: LiveBuffers) -> int:
     offloads = _few(live) and expert_layers.capped(local) and local.config.compute.remat.offloads
     if live.defers and moe is not None and (moe.every > 1 or (offloads and not local.ties_weight_gradients)):
         return 0
-    whole = local.config.compute.remat.policy == "full" or (offloads_inputs(local) and local.context > 1)
-    if live.turn.gathers_own and whole and not _few(live):
+    reduced = local.config.compute.remat.policy == "full" or (offloads_inputs(local) and local.context > 1)
+    if live.turn.gathers_own and reduced and not _few(live):
         return 0
     gates, again = _gates(local), local.config.compute.remat.policy in FROM_BLOCK_INPUTS
     return _gradients(live) * gates // (gates + 1) if live.defers and again else _gradients(live)

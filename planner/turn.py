@@ -83,7 +83,7 @@ class Turn:
         return self.in_order and self.local.gathers_within_turn
 
     @property
-    def whole(self) -> bool:
+    def all_in_loops(self) -> bool:
         """Whether all layers run in the loops over turns that gather their own weights."""
         return self.gathers_own and not self.left_over and self.local.pipeline == 1
 
