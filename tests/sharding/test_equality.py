@@ -24,7 +24,7 @@ from ridgeline.configs.schema import (
 )
 from ridgeline.configs.tuning_schema import LoraConfig
 from ridgeline.loaders.rows import with_future_targets
-from ridgeline.planner.recompute import in_order
+from ridgeline.planner.recompute import gradients_first, in_order
 from ridgeline.sharding.mesh import build_mesh
 from ridgeline.sharding.partition import Partitioner
 from ridgeline.trainer.optimizers import build_optimizer
@@ -363,11 +363,13 @@ def test_other_rules_equal_one_device(rules, model):
     compare(run(make_config(2, 4 // tensor, tensor, rules=rules, **model), jax.devices()), reference(**model))
 
 
-def over_context(method: str, context: int, data: int = 1, fsdp: int = 1, tensor: int = 1, packed: bool = True, **settings) -> Config:
+def over_context(
+    method: str, context: int, data: int = 1, fsdp: int = 1, tensor: int = 1, packed: bool = True, remat: str = "none", **settings
+) -> Config:
     config = make_config(data, fsdp, tensor, **settings)
     attention = AttentionConfig(backend="chunked", chunk=4, context=method)
     changes = {
-        "compute": config.compute.model_copy(update={"attention": attention}),
+        "compute": config.compute.model_copy(update={"attention": attention, "remat": RematConfig(policy=remat)}),
         "mesh": config.mesh.model_copy(update={"context": context}),
         "data": config.data.model_copy(update={"document_masking": packed}),
     }
@@ -406,3 +408,19 @@ WINDOW = {"sliding_window": 5, "attention_sinks": True}
 def test_a_sharded_sequence_equals_one_device(method, mesh, settings):
     model = {name: value for name, value in settings.items() if name not in ("packed", "accumulation")}
     compare(run(over_context(method, **mesh, **settings), jax.devices()), packed_reference(settings.get("packed", True), **model))
+
+
+@pytest.mark.parametrize(
+    ("method", "mesh", "settings"),
+    [
+        ("ring", {"context": 4, "fsdp": 2}, GROUPED),
+        ("ring", {"context": 2, "data": 2, "fsdp": 2}, {"accumulation": 2}),
+        ("all_to_all", {"context": 2, "data": 2, "fsdp": 2}, {"packed": False}),
+    ],
+)
+def test_so_it_does_where_weight_gradients_come_first(method, mesh, settings):
+    """Blocks that are computed again over context (planner/recompute.py, gradients_first)."""
+    model = {name: value for name, value in settings.items() if name not in ("packed", "accumulation")}
+    config = over_context(method, remat="full", **mesh, **settings)
+    assert gradients_first(config.model, config.compute, mesh, frozen=False)
+    compare(run(config, jax.devices()), packed_reference(settings.get("packed", True), **model))
